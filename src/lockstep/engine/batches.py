@@ -1,4 +1,4 @@
-"""Check that a batch is for this worker, and for this step of the run."""
+"""Check that a batch is for this worker and for this step of the run; `gather_results` lets an error raise on all."""
 
 import warnings
 from collections.abc import Callable
@@ -10,9 +10,10 @@ from lockstep.comm import World, calls_for
 from lockstep.data import Cursor, ShardedBatch
 from lockstep.errors import PeerFailedError, counted
 
+Result = TypeVar("Result")
+
 
 def check_cut(batch: Any, num_shards: int, world: World) -> None:
-    """Check that a batch was cut for this number of shards and these workers."""
     if not isinstance(batch, ShardedBatch):
         raise TypeError(
             f"The batch is a {type(batch).__name__}, expected what a ShardedLoader yields: "
@@ -27,7 +28,6 @@ def check_cut(batch: Any, num_shards: int, world: World) -> None:
 
 
 def check_world(batch: ShardedBatch, world: World) -> None:
-    """Check that a batch was cut for these workers."""
     mine = batch.ranges[world.rank] if world.rank < len(batch.ranges) else range(0)
     if len(batch.ranges) != world.world_size or any(part.shard not in mine for part in batch.slices):
         raise ValueError(
@@ -61,7 +61,6 @@ class BatchSequenceCheck:
         self._has_warned_of_repeating = False
 
     def note(self, batch: ShardedBatch) -> None:
-        """Note the batch of a step that was taken."""
         self.source, self._is_restored = batch.source, False
         self._last_content = batch.cursor.epoch, batch.content
 
@@ -108,12 +107,6 @@ class BatchSequenceCheck:
 
 def name_step(cursor: Cursor) -> str:
     return f"epoch {cursor.epoch}, step {cursor.step} (counted from 0)"
-
-
-# %%% from raise_on_all.py:
-# What every worker does for itself, with an error on all workers if it fails on one.
-
-Result = TypeVar("Result")
 
 
 def gather_results(world: World, compute: Callable[[], Result], purpose: str) -> list[Result]:

@@ -27,7 +27,6 @@ _PURPOSE = "Trainer.update_batchnorm"
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    """Whether a model has statistics to compute."""
     return any(True for _ in _layers(model))
 
 

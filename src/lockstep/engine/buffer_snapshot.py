@@ -67,7 +67,6 @@ class BufferSnapshot:
         self.values: list[Tensor] = []
 
     def record(self) -> None:
-        """Record the buffers that there are now, and their values."""
         names = [dict(part) for part in self._parts]
         buffers = unique_buffers(names)
         places = _places(buffers)
@@ -87,7 +86,6 @@ class BufferSnapshot:
         return self.memory.values
 
     def put_back(self) -> None:
-        """Let the model's buffers be the recorded ones again, with their values."""
         self.restore_names()
         if _places(self._buffers) != self._places:
             for buffer, whole, place in zip(self._buffers, self._whole, self._places, strict=True):
@@ -97,7 +95,6 @@ class BufferSnapshot:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Record the buffers, and put them back at the end of this context."""
         self.record()
         try:
             yield

@@ -63,7 +63,6 @@ class ShardZeroBuffers:
         self._new: list[dict[str, Tensor | None]] | None = None
 
     def begin(self) -> None:
-        """Record the buffers at the beginning of a step (local)."""
         self._is_recorded = self._has_several = self._has_copy_of_shard_0 = False
         self._send_error = self._new = None
         self._before.record()
@@ -85,16 +84,12 @@ class ShardZeroBuffers:
 
     @contextmanager
     def of_step_begin(self) -> Iterator[None]:
-        """Let the buffers be those that the step began with in this context (local)."""
         with BufferSnapshot(self._parts).kept():
             self._before.put_back()
             yield
 
     def has_new_layout(self) -> bool:
-        """Whether shard 0 has left other buffers than the step began with, or of other shapes; asked on rank 0.
-
-        It raises what has failed in `start_sending`.
-        """
+        """Whether shard 0 has left other buffers or shapes; asked on rank 0. Raises what failed in `start_sending`."""
         if self._send_error is not None:
             raise self._send_error
         return self._before.is_other_layout(self._shard_0.names if self._has_copy_of_shard_0 else self._parts)
@@ -187,7 +182,6 @@ class ShardZeroBuffers:
         return [without_repeats(buffer.detach()) for buffer in unique_buffers(self._parts)]
 
     def undo(self) -> None:
-        """Let the model's buffers be what they were when the step began (local)."""
         self._send_error = None  # its traceback holds the step
         if self._is_recorded:  # else the record is that of an earlier step
             self._is_recorded = False

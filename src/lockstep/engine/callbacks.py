@@ -128,11 +128,9 @@ class Callbacks:
         return list(self._by_name.values())
 
     def of(self, moment: str) -> list[Callback]:
-        """Return those that look at a moment, in order."""
         return self._by_moment[moment]
 
     def call(self, moment: str, *args: Any) -> None:
-        """Call those that look at a moment, in order."""
         recorder = own_recorder()
         for name, each in zip(self._recorded[moment], self._by_moment[moment], strict=True):
             event = recorder.begin(EventKind.CALLBACK, 0, 0, recorder.text(name))
@@ -146,7 +144,6 @@ class Callbacks:
         return list(self._by_name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of those that have one, by name."""
         states = {name: each.state_dict() for name, each in self._by_name.items()}
         return {name: state for name, state in states.items() if state}
 
@@ -156,7 +153,6 @@ class Callbacks:
             self._by_name[name].load_state_dict(state)
 
     def check_state(self, saved: Mapping[str, Any]) -> None:
-        """Check that states are those of these callbacks."""
         mine = self.state_dict()
         for name in saved:
             if name not in self._by_name:

@@ -1,9 +1,10 @@
-"""Check that all workers train the same: two numbers per worker and step, sent in the step table.
+"""Check that all workers train the same: by numbers in each step, and bit by bit where the user asks for it (`verify`).
 
-One is of the optimizer's options: a learning rate that is set on one rank alone gives that rank other weights. The
-other is of the parameters' bits. Reading them all takes as long as a part of an update, so it is done only where
-something has written to them since the last update: weights that were loaded, or a forward that changes them. Each
-parameter counts its writes (`_version`), and the optimizer's are the same on every worker.
+Of the two numbers per worker and step, sent in the step table, one is of the optimizer's options: a learning rate that
+is set on one rank alone gives that rank other weights. The other is of the parameters' bits. Reading them all takes as
+long as a part of an update, so it is done only where something has written to them since the last update: weights that
+were loaded, or a forward that changes them. Each parameter counts its writes (`_version`), and the optimizer's are the
+same on every worker.
 """
 
 import copy
@@ -35,12 +36,12 @@ from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private.modules import version_of
 
 _PURPOSE = "comparing what the workers train"
+ShardHashes = dict[int, dict[str, str]]
+"""For every shard a hash of its loss and of each gradient, by name."""
 
 
 @final
 class WorkerComparison:
-    """Compares the optimizer's options and the parameters of the workers, step by step."""
-
     def __init__(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
         self._named = list(model.named_parameters())
         self._optimizer = optimizer
@@ -101,17 +102,6 @@ class WorkerComparison:
         return sum(version_of(parameter) for _, parameter in self._named)
 
 
-# %%% from verification.py:
-# Whether the bits of a run depend on who runs which shard: what `Trainer.verify` does.
-#
-# For each step every worker computes all shards, in the order of their numbers and in the opposite one, from the same
-# parameters, buffers and random states. The losses and gradients of a shard must have the same bits whatever was run
-# before it, and on every worker. Then the step is taken. At the end everything is put back.
-
-ShardHashes = dict[int, dict[str, str]]
-"""For every shard a hash of its loss and of each gradient, by name."""
-
-
 class ShardComputer(Protocol):
     """What the check asks of an engine."""
 
@@ -128,7 +118,12 @@ def verify(
     num_steps: int,
     step: Callable[[ShardedBatch], object],
 ) -> None:
-    """Check some steps (collective); `Trainer.verify` says what it raises."""
+    """Check some steps (collective); `Trainer.verify` says what it raises.
+
+    For each step every worker computes all shards, in the order of their numbers and in the opposite one, from the same
+    parameters, buffers and random states. The losses and gradients of a shard must have the same bits whatever was run
+    before it, and on every worker. Then the step is taken. At the end everything is put back.
+    """
     networks = ReachedNetworks(find_networks(state.plan.losses, state.model), state.model)
     random = RandomStates()
     random.own = OwnGenerators(state.model, state.plan.losses)
@@ -192,10 +187,6 @@ def _find_difference(found: ShardHashes, expected: ShardHashes) -> str:
             more = f" and {len(names) - 1} more have" if len(names) > 1 else " has"
             return f"{names[0]}{more} other bits in shard {shard}"
     return ""
-
-
-# %%% from shard_numbers.py:
-# Hashes of what single shards compute, by which a step is checked that no bit depends on who runs which shard.
 
 
 def number_shards(

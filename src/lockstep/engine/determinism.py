@@ -24,7 +24,6 @@ class DeterminismSwitches:
         set_deterministic(deterministic)
 
     def restore(self) -> None:
-        """Let the switches be what they were before; once."""
         if not self._is_set:
             return
         self._is_set = False

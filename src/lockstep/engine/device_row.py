@@ -102,10 +102,7 @@ class DeviceRow:
         return add_in_tree_order(leaves, self._num_shards, torch.add)
 
     def is_bad(self, total_weight: Tensor | None) -> Tensor:
-        """Return, on the device, whether a loss, a weight, or the gradient is not what an update can be made of.
-
-        `total_weight` is None where no weight is on the device.
-        """
+        """Return, on the device, whether no update can be made; `total_weight` is None where no weight is there."""
         is_bad = ~self._values.isfinite().all()
         if total_weight is not None:
             is_bad = is_bad | ~(total_weight > 0) | (self._weights < 0).any()

@@ -29,8 +29,13 @@ from lockstep.recording import EventKind, own_recorder
 from lockstep.shards import derive_seed
 from lockstep.torch_private.modules import tree_map_only
 
-# %%% from metrics.py:
-# Means over a data set that count every sample once.
+MetricValues = tuple[float | Tensor, float | Tensor] | Mapping[str, tuple[float | Tensor, float | Tensor]]
+"""A sum and its weight, or several by name."""
+Metric = Callable[[nn.Module, Any], MetricValues]
+"""`metric(model, batch)`: a sum over a slice and its weight, or several by name."""
+Slices = Callable[[ShardedBatch, Slice], MetricValues]
+"""A metric, asked for one slice of a batch."""
+_PURPOSE = "Trainer.evaluate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,65 +50,6 @@ class Mean:
     def value(self) -> float:
         """The mean; NaN of nothing."""
         return self.total / self.weight if self.weight else float("nan")
-
-
-def add_means(means: Iterable[Mean]) -> Mean:
-    """Add sums and weights, in the order given."""
-    total = weight = 0.0
-    for mean in means:
-        total += mean.total
-        weight += mean.weight
-    return Mean(total=total, weight=weight)
-
-
-def has_classes(output: object, target: object) -> bool:
-    """Return whether `accuracy` can be asked: whole-number targets, and a dimension of scores for the classes."""
-    if not (isinstance(output, Tensor) and isinstance(target, Tensor)) or target.is_floating_point():
-        return False
-    return target.dtype != torch.bool and _class_dim(output, target) is not None
-
-
-def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
-    """Count the predictions that are right.
-
-    Args:
-        output: Scores, [N, C, ...] as `torch.nn.functional.cross_entropy` takes them, or [N, ..., C].
-        target: Class numbers, [N, ...].
-
-    Returns:
-        How many are right, and of how many.
-
-    Raises:
-        ValueError: The shapes do not go together, or in two ways.
-    """
-    dim = _class_dim(output, target)
-    if dim is None:
-        raise ValueError(
-            f"Scores of shape {list(output.shape)} and targets of shape {list(target.shape)} do not go together, "
-            "or in two ways; expected scores [N, C, ...] or [N, ..., C] for targets [N, ...]. (LS528)"
-        )
-    right = output.argmax(dim) == target
-    return float(right.sum()), target.numel()
-
-
-def _class_dim(output: Tensor, target: Tensor) -> int | None:
-    if output.ndim != target.ndim + 1:
-        return None
-    fitting = {dim for dim in (1, output.ndim - 1) if output.shape[:dim] + output.shape[dim + 1 :] == target.shape}
-    # Both fit when, say, a text is as long as its vocabulary is large: better no answer than a wrong one.
-    return fitting.pop() if len(fitting) == 1 else None
-
-
-# %%% from evaluation.py:
-# (the main part)
-
-MetricValues = tuple[float | Tensor, float | Tensor] | Mapping[str, tuple[float | Tensor, float | Tensor]]
-"""A sum and its weight, or several by name."""
-Metric = Callable[[nn.Module, Any], MetricValues]
-"""`metric(model, batch)`: a sum over a slice and its weight, or several by name."""
-Slices = Callable[[ShardedBatch, Slice], MetricValues]
-"""A metric, asked for one slice of a batch."""
-_PURPOSE = "Trainer.evaluate"
 
 
 @torch.no_grad()
@@ -133,6 +79,19 @@ def evaluate(
                 return sum_by_shard(loader, calls, world)
     finally:  # what a worker has drawn depends on which shards it ran
         reseed_generators(derive_seed("evaluated", state.seed, state.cursor.epoch, state.cursor.step))
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and each part of it back into its own mode afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        # Each its own: a model that is fine-tuned may have parts in evaluation mode.
+        for module, training in modes.items():
+            module.training = training
 
 
 class ModelOfRun(Protocol):
@@ -192,10 +151,7 @@ def _predict(model: nn.Module, data: Any) -> tuple[Any, Any]:
 
 
 def sum_by_shard(loader: ShardedLoader, values_of: Slices, world: World) -> dict[str, Mean]:
-    """Add up what a metric gives for every slice of a data set (collective).
-
-    Sums are kept per shard and added in shard order.
-    """
+    """Add up what a metric gives for every slice of a data set: per shard, then in shard order (collective)."""
 
     def compute() -> tuple[str, int, dict[int, dict[str, Mean]]]:
         sums: dict[int, dict[str, Mean]] = {}
@@ -222,19 +178,6 @@ def sum_by_shard(loader: ShardedLoader, values_of: Slices, world: World) -> dict
             stacklevel=2,
         )
     return means
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and each part of it back into its own mode afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        # Each its own: a model that is fine-tuned may have parts in evaluation mode.
-        for module, training in modes.items():
-            module.training = training
 
 
 def _add_values(sums: dict[str, Mean], values: MetricValues) -> None:
@@ -267,8 +210,16 @@ def _describe(value: object) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
+def add_means(means: Iterable[Mean]) -> Mean:
+    """Add sums and weights, in the order given."""
+    total = weight = 0.0
+    for mean in means:
+        total += mean.total
+        weight += mean.weight
+    return Mean(total=total, weight=weight)
+
+
 def check_same_data(sources: Sequence[str], contents: Sequence[int | None]) -> None:
-    """Check what the workers have said of their data, by rank."""
     _check_same_loader(sources)
     _check_same_content(contents)
 
@@ -297,11 +248,11 @@ def is_torchmetrics(metric: object) -> bool:
 def update_in_order(
     metric: Any, loader: ShardedLoader, update_of: Callable[[ShardedBatch, Slice], tuple[Any, Any]], world: World
 ) -> Any:
-    """Let an object of torchmetrics see all predictions, in the order of the data, and return what it computes.
+    """Let an object of torchmetrics see all predictions in the order of the data; return what it computes (collective).
 
     It is updated on rank 0 alone, which gets the others' predictions; its own synchronisation would add up in an order
-    that depends on the number of workers. (Collective.) It is reset before, and left as it is afterwards. `update_of`
-    returns predictions and target.
+    that depends on the number of workers. It is reset before, and left as it is afterwards. `update_of` returns
+    predictions and target.
     """
     metric.reset()
     _check_same_loader(gather_results(world, lambda: loader.source, _PURPOSE))
@@ -340,7 +291,6 @@ def update_in_order(
 
 @contextmanager
 def _without_synchronisation(metric: Any) -> Iterator[None]:
-    """Disable the synchronisation between processes of a metric and those within it."""
     parts = _singles(metric)
     before = [part.distributed_available_fn for part in parts]
     try:
@@ -360,3 +310,41 @@ def _singles(metric: Any) -> list[Any]:
 
 def _is_not_distributed() -> bool:
     return False
+
+
+def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
+    """Count the predictions that are right.
+
+    Args:
+        output: Scores, [N, C, ...] as `torch.nn.functional.cross_entropy` takes them, or [N, ..., C].
+        target: Class numbers, [N, ...].
+
+    Returns:
+        How many are right, and of how many.
+
+    Raises:
+        ValueError: The shapes do not go together, or in two ways.
+    """
+    dim = _class_dim(output, target)
+    if dim is None:
+        raise ValueError(
+            f"Scores of shape {list(output.shape)} and targets of shape {list(target.shape)} do not go together, "
+            "or in two ways; expected scores [N, C, ...] or [N, ..., C] for targets [N, ...]. (LS528)"
+        )
+    right = output.argmax(dim) == target
+    return float(right.sum()), target.numel()
+
+
+def has_classes(output: object, target: object) -> bool:
+    """Return whether `accuracy` can be asked: whole-number targets, and a dimension of scores for the classes."""
+    if not (isinstance(output, Tensor) and isinstance(target, Tensor)) or target.is_floating_point():
+        return False
+    return target.dtype != torch.bool and _class_dim(output, target) is not None
+
+
+def _class_dim(output: Tensor, target: Tensor) -> int | None:
+    if output.ndim != target.ndim + 1:
+        return None
+    fitting = {dim for dim in (1, output.ndim - 1) if output.shape[:dim] + output.shape[dim + 1 :] == target.shape}
+    # Both fit when, say, a text is as long as its vocabulary is large: better no answer than a wrong one.
+    return fitting.pop() if len(fitting) == 1 else None

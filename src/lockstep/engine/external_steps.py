@@ -34,26 +34,21 @@ class StepGuard:
         self._trainers.add(trainer)
 
     def remove(self, trainer: Any) -> None:
-        """Forget a trainer of the optimizer, which takes no steps any more."""
         self._trainers.discard(trainer)
 
 
 @final
 class StepGuards:
-    """The guards of the optimizers of one trainer."""
-
     def __init__(self, optimizers: Sequence[Optimizer], trainer: Any) -> None:
         self._trainer = weakref.ref(trainer)  # which holds this: a cycle would keep its group open for long
         self._guards = [_guard_steps(each, trainer) for each in optimizers]
 
     def remove(self) -> None:
-        """Forget the trainer, which takes no steps any more."""
         for guard in self._guards:
             guard.remove(self._trainer())
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
-        """Let the optimizers step in this context."""
         for guard in self._guards:
             guard.is_allowed = True
         try:
@@ -84,7 +79,6 @@ class SchedulerStepCheck:
         self._count = self._read()
 
     def check(self) -> None:
-        """Warn if the scheduler was stepped since `note`."""
         if self._read() != self._count and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -96,7 +90,6 @@ class SchedulerStepCheck:
         self.note()
 
     def note(self) -> None:
-        """Note how often the scheduler was stepped."""
         self._count = self._read()
 
     def _read(self) -> int | None:

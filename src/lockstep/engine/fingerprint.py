@@ -54,7 +54,6 @@ class Fingerprint:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for JSON."""
         return asdict(self)
 
     @classmethod
@@ -64,7 +63,6 @@ class Fingerprint:
 
 
 def take_fingerprint(device: torch.device, *, num_shards: int, seed: int, is_compiled: bool = False) -> Fingerprint:
-    """Return what the bits of a run on `device` depend on, as this process is set now (local)."""
     return Fingerprint(
         torch=str(torch.__version__),  # it is of a class of its own
         device=_describe_device(device),

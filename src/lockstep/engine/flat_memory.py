@@ -22,7 +22,6 @@ class FlatMemory:
         self.values: list[Tensor] = []
 
     def fit(self, tensors: Sequence[Tensor]) -> None:
-        """Have room for tensors like these."""
         specs = [(tensor.device, tensor.dtype, tensor.shape) for tensor in tensors]
         if specs == self._specs:
             return

@@ -58,7 +58,6 @@ _OLD_TF32 = "cudnn.allow_tf32"
 
 
 def read_kernel_choice(device: torch.device) -> dict[str, bool | str]:
-    """Return what the choice of kernels on `device` depends on, as this process is set now (local)."""
     found = {**_read_common(), **_read_cpu()}
     if device.type == "cuda":
         found |= _read_cuda()

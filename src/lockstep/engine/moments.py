@@ -99,7 +99,6 @@ class Moments:
             self.callbacks.call("on_end", self._trainer())
 
     def with_callbacks(self, listener: Callable[[Continued, World], None]) -> Callable[[Continued, World], None]:
-        """Return what calls `listener` and `on_workers_changed`."""
         if not self.callbacks.of("on_workers_changed"):
             return listener
 

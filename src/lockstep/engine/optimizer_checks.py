@@ -38,7 +38,6 @@ def check_can_be_saved(optimizer: Optimizer) -> None:
 
 
 def check_takes_dense_gradients(optimizer: Optimizer) -> None:
-    """Check that an optimizer takes the gradients that a step computes."""
     parts = [optimizer, *(part for _, part in _optimizers_in(optimizer))]
     if any(isinstance(part, SparseAdam) for part in parts):
         raise ValueError(
@@ -92,7 +91,6 @@ def list_optimizers(optimizer: Any, every: Mapping[str, int] | None) -> dict[str
 
 
 def list_losses(loss: Any, optimizer: Any) -> list[Any]:
-    """Return the loss functions of a run: one, or one for each of several optimizers."""
     if not isinstance(loss, Mapping):
         return [loss]
     if not isinstance(optimizer, Mapping) or set(loss) != set(optimizer):
@@ -105,7 +103,6 @@ def list_losses(loss: Any, optimizer: Any) -> list[Any]:
 
 
 def list_schedulers(scheduler: Any, optimizer: Any) -> dict[str, Any]:
-    """Return the schedulers of a run by the names of their optimizers."""
     if scheduler is None:
         return {}
     if isinstance(optimizer, Mapping) != isinstance(scheduler, Mapping):
@@ -177,7 +174,6 @@ def _saves_by_itself(optimizer: Optimizer) -> bool:
 
 
 def _items(value: Any) -> Iterator[Any]:
-    """Yield what is in a list, a tuple or a dictionary; of anything else the value itself."""
     if isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, list | tuple):

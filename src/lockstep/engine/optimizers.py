@@ -47,22 +47,18 @@ class OptimizerSet(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all parts, in their order."""
         return [group for part in self.parts.values() for group in part.param_groups]
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        """The state of all parts, by parameter."""
         return {parameter: each for part in self.parts.values() for parameter, each in part.state.items()}
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The options that any of the parts has."""
         return {name: value for part in self.parts.values() for name, value in part.defaults.items()}
 
     @property
     def kinds(self) -> str:
-        """The classes of the parts, by name, in words."""
         return ", ".join(f"{name}: {type(part).__name__}" for name, part in self.parts.items())
 
     def due(self, num_steps: int) -> list[str]:
@@ -70,7 +66,6 @@ class OptimizerSet(Optimizer):
         return [name for name, every in self.every.items() if (num_steps + 1) % every == 0]
 
     def chosen_groups(self) -> list[dict[str, Any]]:
-        """Return the groups of those that step in the present update."""
         return [group for name in self.chosen for group in self.parts[name].param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -79,7 +74,6 @@ class OptimizerSet(Optimizer):
             self.parts[name].step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the parts by name, how often each steps, and how far the present step has come."""
         states = {name: part.state_dict() for name, part in self.parts.items()}
         return {"optimizers": states, "every": dict(self.every), "num_updates": self.num_updates}
 
@@ -107,7 +101,6 @@ class SchedulerSet:
 
     @property
     def kinds(self) -> str:
-        """The classes of the parts, by name, in words."""
         return ", ".join(f"{name}: {type(part).__name__}" for name, part in self.parts.items())
 
     @property
@@ -118,7 +111,6 @@ class SchedulerSet:
         return None
 
     def step(self) -> None:
-        """Step those whose optimizers step in the present update."""
         for name in self._optimizers.chosen:
             if name in self.parts:
                 self.parts[name].step()
@@ -133,8 +125,6 @@ class SchedulerSet:
 
 @final
 class UpdatePlan:
-    """Which updates a step of a run has."""
-
     def __init__(self, optimizer: Optimizer, loss: Callable[..., Any] | Mapping[str, Callable[..., Any]]) -> None:
         self._optimizer = optimizer
         self._loss = loss
@@ -160,7 +150,6 @@ class UpdatePlan:
 
 
 def combine_optimizers(optimizer: Optimizer | Mapping[str, Optimizer], every: Mapping[str, int] | None) -> Optimizer:
-    """Return one optimizer as it is, and several as one."""
     return OptimizerSet(optimizer, every or {}) if isinstance(optimizer, Mapping) else optimizer
 
 
@@ -172,12 +161,10 @@ def combine_schedulers(scheduler: Any, optimizer: Optimizer) -> Any:
 
 
 def separate_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers of a run, of which there is one as a rule."""
     return list(optimizer.parts.values()) if isinstance(optimizer, OptimizerSet) else [optimizer]
 
 
 def describe_frequencies(every: Mapping[str, int]) -> str:
-    """Return in words which optimizers there are and when each steps."""
     return ", ".join(
         f"{name} ({'in every step' if number == 1 else f'in every {number} steps'})" for name, number in every.items()
     )

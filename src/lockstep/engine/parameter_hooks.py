@@ -67,10 +67,7 @@ class ParameterHooks:
                 )
 
     def _call(self) -> dict[str, int | None]:
-        """Call them; return a number for each gradient that they have changed.
-
-        Hooks that only look may be on one rank.
-        """
+        """Call them; return a number for each gradient that they changed: hooks that only look may be on one rank."""
         reduced = self._number_gradients()
         for parameter, before, after in self._taken:
             if parameter.grad is None:

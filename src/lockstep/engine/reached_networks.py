@@ -53,8 +53,6 @@ def find_networks(functions: Sequence[Any], model: nn.Module) -> dict[str, nn.Mo
 
 @final
 class ReachedNetworks:
-    """The networks that a trainer's loss functions use and that it does not train."""
-
     def __init__(self, networks: Mapping[str, nn.Module], model: nn.Module) -> None:
         _TRAINED.add(model)
         self.networks = dict(networks)
@@ -69,7 +67,6 @@ class ReachedNetworks:
         self._is_checked = not self.networks
 
     def with_model(self, model: nn.Module) -> nn.Module:
-        """Return a module that holds the model and these networks."""
         return nn.ModuleList([model, *self.networks.values()]) if self.networks else model
 
     def check_gradients(self) -> None:
@@ -109,7 +106,6 @@ def _tensors(network: nn.Module) -> Iterator[Tensor]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return what an object holds, by name."""
     if isinstance(value, dict):
         for number, (name, part) in enumerate(islice(value.items(), _NUM_ITEMS)):
             # The text of a tensor, as in an optimizer's state, takes milliseconds, and changes with its values.

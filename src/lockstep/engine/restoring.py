@@ -32,7 +32,6 @@ def class_name(value: object) -> str | None:
 
 
 def check_state(state: Any, expected: Mapping[str, Any]) -> None:
-    """Check that a state is that of a run like this one."""
     missing = [name for name in _NEEDED if not isinstance(state, Mapping) or name not in state]
     if missing:
         raise CheckpointError(
@@ -128,7 +127,6 @@ class UnsavedBuffers:
         self._at_first = dict(self._look())
 
     def changed(self) -> list[str]:
-        """Return the names of those that have other values now."""
         return [name for name, number in self._look() if self._at_first.get(name, number) != number]
 
     def _look(self) -> Iterator[tuple[str, int]]:
@@ -174,7 +172,6 @@ def _parameters(kind: type) -> set[str]:
 
 
 def warn_of_other_schedule(made: Description, loaded: Description) -> None:
-    """Warn of options with which a scheduler was made, and which a state has replaced."""
     changed = [name for name in made if made[name] != loaded.get(name, made[name])]
     if changed:
         listed = "; ".join(f"{name} was to be {made[name]} and is {loaded[name]}" for name in changed)
@@ -186,7 +183,6 @@ def warn_of_other_schedule(made: Description, loaded: Description) -> None:
 
 
 def warn_of_other_options(made: Description, loaded: Description) -> None:
-    """Warn of options with which an optimizer was made, and which a state has replaced."""
     has_schedule = any(name.startswith("initial_lr") for name in loaded)
     changed = [name for name in made if name in loaded and made[name] != loaded[name]]
     odd = [name for name in changed if not (has_schedule and name.partition(" ")[0] in SCHEDULED)]

@@ -96,7 +96,6 @@ class RunState:
         self._unsaved_attributes = list(map(UnsavedAttributes, separate_optimizers(self.optimizer)))
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context in which loss functions and metrics are computed."""
         if self.precision is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.precision)
@@ -107,7 +106,6 @@ class RunState:
         return self.optimizer.chosen if isinstance(self.optimizer, OptimizerSet) else ()
 
     def chosen(self) -> list[Optimizer]:
-        """Return the optimizers that step in the present update."""
         if isinstance(self.optimizer, OptimizerSet):
             return [self.optimizer.parts[name] for name in self.optimizer.chosen]
         return [self.optimizer]
@@ -117,7 +115,6 @@ class RunState:
         return (parameter for part in self.chosen() for group in part.param_groups for parameter in group["params"])
 
     def choose(self, update: UpdateSpec) -> None:
-        """Begin with an update of a step."""
         if isinstance(self.optimizer, OptimizerSet):
             self.optimizer.chosen = update.chosen
 
@@ -216,7 +213,6 @@ class RunState:
         self._failed_step = ""
 
     def check_usable(self) -> None:
-        """Refuse to continue after an update that has failed in the middle."""
         if self._unusable_because:
             raise UnusableStateError(
                 f"{self._failed_step or self._unusable_because} This trainer cannot continue. Load a checkpoint on "
@@ -224,11 +220,9 @@ class RunState:
             )
 
     def digest(self) -> str:
-        """Return the SHA-256 of parameters and buffers, 64 hex digits."""
         return state_digest({name: each for name, each in self.model.state_dict().items() if isinstance(each, Tensor)})
 
     def fingerprint(self) -> Fingerprint:
-        """Return what the digest depends on besides code and data, as this process is set now."""
         return take_fingerprint(
             self.device,
             num_shards=self.num_shards,

@@ -1,4 +1,4 @@
-"""Learning-rate schedules by name, with a warm-up, and parameter groups by the names of parameters."""
+"""Learning rates: schedules by name with a warm-up, one that follows a metric, and groups by names of parameters."""
 
 import math
 from collections.abc import Mapping
@@ -15,28 +15,6 @@ from lockstep.engine.optimizers import separate_optimizers
 from lockstep.engine.stopping import conclude_mode
 
 ScheduleName = Literal["constant", "cosine", "linear"]
-
-
-@final
-class Schedule:
-    """By what the learning rate is multiplied in each step; an object whose attributes are saved with the scheduler."""
-
-    def __init__(self, kind: ScheduleName, num_steps: int, warmup: int, final: float) -> None:
-        self.kind, self.num_steps, self.warmup, self.final = kind, num_steps, warmup, final
-
-    def __call__(self, step: int) -> float:
-        """Return the factor of a step, counted from 0."""
-        if step < self.warmup:
-            return (step + 1) / (self.warmup + 1)
-        if self.kind == "constant":
-            return 1.0
-        part = min(1.0, (step - self.warmup) / max(1, self.num_steps - self.warmup))
-        left = 0.5 * (1 + math.cos(math.pi * part)) if self.kind == "cosine" else 1 - part
-        return self.final + (1 - self.final) * left
-
-    def options(self) -> dict[str, object]:
-        """Return that from which the rates follow; of a constant one a warm-up that has begun goes on."""
-        return {"kind": self.kind} if self.kind == "constant" else dict(vars(self))
 
 
 def make_schedule(
@@ -72,6 +50,28 @@ def make_schedule(
     if not 0 <= final <= 1:
         raise ValueError(f"final is {final!r}, expected a factor from 0 to 1. (LS527)")
     return LambdaLR(optimizer, Schedule(kind, num_steps, int(steps), float(final)))
+
+
+@final
+class Schedule:
+    """By what the learning rate is multiplied in each step; an object whose attributes are saved with the scheduler."""
+
+    def __init__(self, kind: ScheduleName, num_steps: int, warmup: int, final: float) -> None:
+        self.kind, self.num_steps, self.warmup, self.final = kind, num_steps, warmup, final
+
+    def __call__(self, step: int) -> float:
+        """Return the factor of a step, counted from 0."""
+        if step < self.warmup:
+            return (step + 1) / (self.warmup + 1)
+        if self.kind == "constant":
+            return 1.0
+        part = min(1.0, (step - self.warmup) / max(1, self.num_steps - self.warmup))
+        left = 0.5 * (1 + math.cos(math.pi * part)) if self.kind == "cosine" else 1 - part
+        return self.final + (1 - self.final) * left
+
+    def options(self) -> dict[str, object]:
+        """Return that from which the rates follow; of a constant one a warm-up that has begun goes on."""
+        return {"kind": self.kind} if self.kind == "constant" else dict(vars(self))
 
 
 def parameter_groups(
@@ -115,10 +115,6 @@ def parameter_groups(
         {"params": parameters, **({"weight_decay": 0.0} if is_flat else {}), **options.get(pattern, {})}
         for (pattern, is_flat), parameters in found.items()
     ]
-
-
-# %%% from plateau.py:
-# A learning rate that falls when a metric does not become better any more.
 
 
 @final

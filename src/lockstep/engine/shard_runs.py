@@ -184,5 +184,4 @@ def _versions_of(data: Any) -> list[int]:
 
 
 def seed_slice(purpose: str, seed: int, batch: ShardedBatch, part: Slice) -> None:
-    """Seed the global generators for one slice of one step of a run with `seed` (local)."""
     reseed_generators(derive_seed(purpose, seed, batch.cursor.epoch, batch.cursor.step, part.shard))

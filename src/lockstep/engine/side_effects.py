@@ -38,7 +38,6 @@ class _SeenValue:
     value: Any
     """Itself, so that no other object gets its identity; a copy of a container."""
     put_back: Callable[[Any], None]
-    """Puts a value in its place again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +89,6 @@ class LeftState:
 
 
 def warn_of_state(changes: StateChanges) -> None:
-    """Warn of state that the first shard of a run has changed."""
     names = [*changes.certain, *changes.possible]
     if names:
         more = f" and {len(names) - 1} more attributes" if len(names) > 1 else ""

@@ -49,7 +49,6 @@ class LoadedState:
     """What `Trainer.load` has loaded."""
 
     path: Path
-    """The file."""
     cursor: Cursor
     """The next step of the run."""
     global_step: int

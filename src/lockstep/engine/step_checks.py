@@ -61,7 +61,6 @@ def raise_failure(sums: StepSums, world: World, error: Exception | None) -> None
 
 
 def check_places(sums: StepSums) -> None:
-    """Check that all workers train on parts of one batch."""
     odd = next((rank for rank, place in enumerate(sums.places) if place != sums.places[0]), None)
     if odd is None:
         return

@@ -5,7 +5,7 @@ from typing import Final
 
 
 class StepPhase(Enum):
-    """What an engine is doing.
+    """What an engine is doing; `lockstep.engine.step_engine` says what belongs to each phase.
 
         IDLE -> PREPARE -> COMPUTE -> REDUCE -> AGREE -> COMMIT -> IDLE -> CLOSED
                    |          |          |        |        |
@@ -17,19 +17,12 @@ class StepPhase(Enum):
     """
 
     IDLE = auto()
-    """Between two steps."""
     PREPARE = auto()
-    """Check the batch, the model and the options; record what an error must put back."""
     COMPUTE = auto()
-    """Forward and backward of this worker's shards. The backward of the last one starts to send buckets."""
     REDUCE = auto()
-    """Send the rest of the buckets and shard 0's buffers, wait for all, and fill in the step table."""
     AGREE = auto()
-    """Exchange the step table, and draw the same conclusions from it on every worker."""
     COMMIT = auto()
-    """Write: parameters, optimizer, scaler, scheduler, buffers, cursor. Local, and the same on every worker."""
     CLOSED = auto()
-    """Hooks, threads and buckets are released; no step can be taken any more."""
 
 
 ALLOWED_TRANSITIONS: Final = {
@@ -41,4 +34,3 @@ ALLOWED_TRANSITIONS: Final = {
     StepPhase.COMMIT: {StepPhase.IDLE},
     StepPhase.CLOSED: set[StepPhase](),
 }
-"""The phases that may follow each phase."""

@@ -30,7 +30,6 @@ class StepPlace:
 
 
 def takes_place(function: Callable[..., Any]) -> bool:
-    """Whether a loss function has a parameter called `place`."""
     try:
         parameter = inspect.signature(function).parameters.get(PLACE)
     except (TypeError, ValueError):  # a built-in without a signature

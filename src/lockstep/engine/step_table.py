@@ -57,14 +57,12 @@ class WorkerStatus:
     last_requested: Cursor = _BEGINNING
     """The furthest step that its loader has requested."""
     has_nested_backward: bool = False
-    """Whether a backward has run another one inside."""
     written: int = 0
     """The number of the first parameter that was written before the update, counted from 1; 0 for none."""
     has_new_layout: bool = False
     """Whether shard 0 has left other buffers than the step began with; on rank 0."""
     stop_requested: bool = False
     has_hooks: bool = False
-    """Whether its parameters have hooks of the user's."""
     planned: int = 0
     """The generation of workers that it knows to be planned after this step; 0 for none."""
     end_requested: bool = False
@@ -112,7 +110,6 @@ class StepSums:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether parameters have hooks of the user's on any worker."""
         return any(status.has_hooks for status in self.statuses)
 
     @property
@@ -121,12 +118,10 @@ class StepSums:
 
     @property
     def loss(self) -> float:
-        """Sum of the losses, in the order of the tree."""
         return sum_in_tree_order(self.losses)
 
     @property
     def weight(self) -> float:
-        """Sum of the weights, in the order of the tree."""
         return sum_in_tree_order(self.weights)
 
     @property
@@ -186,7 +181,6 @@ class StepTable:
         self._status, self._numbers = status, numbers
 
     def fill_in_failure(self, failure: Failure, num_steps: int, written: int) -> None:
-        """Fill in the row of a worker that cannot finish the step."""
         self._losses.clear()
         self._values.clear()
         self._status = WorkerStatus(failure=failure, num_steps=num_steps, written=written)

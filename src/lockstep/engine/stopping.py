@@ -1,4 +1,4 @@
-"""Callbacks that end the training: when a metric does not get better any more, after a time, after some steps."""
+"""Callbacks that end the training, by a metric, a time or a number of steps, or that freeze parameters at first."""
 
 import math
 import re
@@ -11,9 +11,6 @@ from torch import nn
 
 from lockstep.engine.callbacks import Callback, is_of_cut_epoch
 
-# %%% from metric_names.py:
-# What the name of a metric says: whether lower or higher values are better.
-
 _LOWER_IS_BETTER = frozenset({"loss", "error", "perplexity", "mse", "mae", "rmse"})
 _HIGHER_IS_BETTER = frozenset({
     "accuracy", "acc", "auc", "auroc", "f1", "precision", "recall", "score", "bleu", "r2", "map", "iou",
@@ -22,31 +19,6 @@ _TURNS_ROUND = frozenset({"neg", "negative", "minus"})
 """Words with which a name says the opposite: neg_log_loss."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+")
 """A word of a_name or AName."""
-
-
-def conclude_mode(metric: str) -> Literal["min", "max"]:
-    """Return whether lower ("min") or higher values of a metric are better, by the words of its name."""
-    mode = mode_of_name(metric)
-    if mode is None:
-        raise ValueError(
-            f"Whether a lower or a higher {metric} is better cannot be concluded from its name. Give mode: "
-            "'min' or 'max'. (LS526)"
-        )
-    return mode
-
-
-def mode_of_name(metric: str) -> Literal["min", "max"] | None:
-    """Return whether lower ("min") or higher values of a metric are better; None if its name does not say it."""
-    words = {word.lower() for word in [*_WORD.findall(metric), *_WORD.findall(metric.lower())]}  # mAP is a word, too
-    if words & _TURNS_ROUND:
-        return None
-    if words & _LOWER_IS_BETTER:
-        return "min"
-    return "max" if words & _HIGHER_IS_BETTER else None
-
-
-# %%% from stopping.py:
-# (the main part)
 
 
 @final
@@ -220,10 +192,6 @@ class MaxTime(Callback):
         self._began = None if self._began is None else self._clock()
 
 
-# %%% from freezing.py:
-# A callback that keeps parameters as they are for the first epochs of a run.
-
-
 @final
 class Freeze(Callback):
     """Freezes parameters until an epoch begins, and trains them from then on.
@@ -275,3 +243,24 @@ class Freeze(Callback):
                 f"Freeze is to freeze {', '.join(self.names)}: every parameter. Nothing would be trained. (LS526)"
             )
         return found
+
+
+def conclude_mode(metric: str) -> Literal["min", "max"]:
+    """Return whether lower ("min") or higher values of a metric are better, by the words of its name."""
+    mode = mode_of_name(metric)
+    if mode is None:
+        raise ValueError(
+            f"Whether a lower or a higher {metric} is better cannot be concluded from its name. Give mode: "
+            "'min' or 'max'. (LS526)"
+        )
+    return mode
+
+
+def mode_of_name(metric: str) -> Literal["min", "max"] | None:
+    """Return whether lower ("min") or higher values of a metric are better; None if its name does not say it."""
+    words = {word.lower() for word in [*_WORD.findall(metric), *_WORD.findall(metric.lower())]}  # mAP is a word, too
+    if words & _TURNS_ROUND:
+        return None
+    if words & _LOWER_IS_BETTER:
+        return "min"
+    return "max" if words & _HIGHER_IS_BETTER else None

@@ -61,8 +61,6 @@ class RecordedShards:
 
 @dataclass(slots=True)
 class _Lap:
-    """What was measured of one step."""
-
     began: torch.Event
     """When the first shard began."""
     ended: torch.Event | None = None
@@ -75,8 +73,7 @@ class _Lap:
 class DeviceShards:
     """Measures shards on an asynchronous device, by events on its stream.
 
-    Those of a step are reported in the next one, when they are there: to wait for them would leave the device without
-    work.
+    Those of a step are reported in the next one: to wait for them would leave the device without work.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -114,8 +114,6 @@ class WrittenParameterCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MemorySpec:
-    """The memory of a parameter."""
-
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
