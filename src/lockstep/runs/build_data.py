@@ -1,4 +1,4 @@
-"""Making what a config says about the order of the training data, and about how samples become batches."""
+"""Making what a config says about its data: the sets, the order of the training set, how samples become batches."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -13,6 +13,40 @@ from lockstep.runs.importing import import_object
 
 BALANCED = "balanced"
 """The name of the weights with which each class is drawn equally often."""
+TEST, TRAIN = "test", "train"
+
+
+def split_sets(key: str, path: str, found: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the training set and the others by name; `found` is one set, (train, test), or sets by name."""
+    if isinstance(found, Mapping):
+        if TRAIN not in found or not all(str(name).isidentifier() for name in found):
+            raise ConfigError(
+                f"{key} is {path!r}, which returned sets called {', '.join(map(str, found))}; expected train and "
+                "others with names like val and test. (LS806)"
+            )
+        return found[TRAIN], {name: each for name, each in found.items() if name != TRAIN and each is not None}
+    if isinstance(found, tuple | list) and any(isinstance(part, Dataset) for part in found):
+        if len(found) != 2:  # noqa: PLR2004 - (train, test)
+            raise ConfigError(
+                f"{key} is {path!r}, which returned {len(found)} data sets; expected (train, test), or a "
+                "dictionary {'train': ..., 'val': ..., 'test': ...}. (LS806)"
+            )
+    elif not (isinstance(found, tuple) and len(found) == 2):  # noqa: PLR2004
+        return found, {}
+    train, test = found
+    return train, {} if test is None else {TEST: test}
+
+
+def preferred_set(train: Any, others: Mapping[str, Any]) -> Any:
+    """Return the test set; without one the first of the others, else the training set."""
+    return others.get(TEST, next(iter(others.values()), train))
+
+
+def unknown_set(data: str, known: Collection[str]) -> ConfigError:
+    return ConfigError(
+        f"--data is {data!r}, which this run does not have: expected {', '.join(dict.fromkeys(known))}, or the import "
+        "path of a function that returns a data set, as in mine:new. (LS814)"
+    )
 
 
 def build_weights(config: Config, train_set: Dataset[Any]) -> Tensor | None:
@@ -78,42 +112,3 @@ def _call(key: str, path: str, train_set: Dataset[Any]) -> Any:
             f"{key} is {path!r}, which was called with the training set and raised {type(error).__name__}: {error}. "
             "Run with --debug to see the traceback. (LS806)"
         ) from error
-
-
-# %%% from data_sets.py:
-# What the function of a config's `data`, or of `--data`, returns: a training set, and others by name.
-
-TEST, TRAIN = "test", "train"
-
-
-def split_sets(key: str, path: str, found: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the training set and the others by name; `found` is one set, (train, test), or sets by name."""
-    if isinstance(found, Mapping):
-        if TRAIN not in found or not all(str(name).isidentifier() for name in found):
-            raise ConfigError(
-                f"{key} is {path!r}, which returned sets called {', '.join(map(str, found))}; expected train and "
-                "others with names like val and test. (LS806)"
-            )
-        return found[TRAIN], {name: each for name, each in found.items() if name != TRAIN and each is not None}
-    if isinstance(found, tuple | list) and any(isinstance(part, Dataset) for part in found):
-        if len(found) != 2:  # noqa: PLR2004 - (train, test)
-            raise ConfigError(
-                f"{key} is {path!r}, which returned {len(found)} data sets; expected (train, test), or a "
-                "dictionary {'train': ..., 'val': ..., 'test': ...}. (LS806)"
-            )
-    elif not (isinstance(found, tuple) and len(found) == 2):  # noqa: PLR2004
-        return found, {}
-    train, test = found
-    return train, {} if test is None else {TEST: test}
-
-
-def preferred_set(train: Any, others: Mapping[str, Any]) -> Any:
-    """Return the test set; without one the first of the others, else the training set."""
-    return others.get(TEST, next(iter(others.values()), train))
-
-
-def unknown_set(data: str, known: Collection[str]) -> ConfigError:
-    return ConfigError(
-        f"--data is {data!r}, which this run does not have: expected {', '.join(dict.fromkeys(known))}, or the import "
-        "path of a function that returns a data set, as in mine:new. (LS814)"
-    )

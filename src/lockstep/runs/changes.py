@@ -86,7 +86,6 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, is_mid_epo
 
 
 def check_changes(changes: Collection[Change], allowed: Collection[str]) -> None:
-    """Check that a run may continue with these changes."""
     impossible = [change for change in changes if change.reason_impossible]
     if impossible:
         listed = "; ".join(f"{change}, but {change.reason_impossible}" for change in impossible)
@@ -135,7 +134,6 @@ def _text(value: Any) -> str:
 
 
 def _reason_impossible(name: str, saved: Mapping[str, Any], now: Mapping[str, Any], *, is_mid_epoch: bool) -> str:
-    """Return why a value cannot be changed; empty if it can."""
     from lockstep.engine.restoring import SCHEDULED  # imports torch, which the names of keys do not need
 
     key, _, option = name.partition(".")

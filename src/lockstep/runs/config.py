@@ -1,4 +1,4 @@
-"""The config of a run: YAML in, one checked and frozen value out."""
+"""The config of a run: YAML in, one checked and frozen value out. Needs no torch."""
 
 import difflib
 import re
@@ -16,15 +16,17 @@ from lockstep.devices import parse_request
 from lockstep.errors import ConfigError, DeviceError, clause, counted
 from lockstep.launch.elastic import USUAL_RESPAWNS
 
-# %%% from training_options.py:
-# The parts of a config that say how a run is trained besides model, data and optimizer. Needs no torch.
-
 ImportPath = Annotated[str, StringConstraints(strict=True, pattern=r"^[\w.]+:[\w.]+$")]
 NamedObject = ImportPath | Annotated[dict[ImportPath, dict[str, Any]], Field(min_length=1, max_length=1)]
 """An import path, or one with arguments: `mine:Freeze`, or `{mine:Freeze: {until_epoch: 2}}`."""
 TrackerName = Annotated[str, StringConstraints(strict=True, pattern=r"^(tensorboard|wandb|mlflow|[\w.]+:[\w.]+)$")]
 NamedTracker = TrackerName | Annotated[dict[TrackerName, dict[str, Any]], Field(min_length=1, max_length=1)]
 """A tracker by its name or import path, alone or with options: `tensorboard`, or `{wandb: {mode: offline}}`."""
+Kwargs = dict[str, Any]
+_MAX_BYTES = 1 << 20
+"""How long its file may be."""
+_MAX_VALUES = 100_000
+"""How many values a config may hold, aliases written out."""
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
@@ -60,178 +62,6 @@ class SWAOptions(OptionGroup):
 
     start_epoch: int = Field(ge=0)
     """The first epoch, counted from 0, whose end is in the mean."""
-
-
-def parse_seconds(text: str | float) -> float:
-    """Return the seconds of a number, or of a text such as "90m", "1h30m" or "2d"; ValueError for anything else."""
-    seconds: float = 0
-    if isinstance(text, str):
-        found = _TIME.fullmatch(text.replace(" ", ""))
-        if found is not None:
-            seconds = sum(int(number or 0) * unit for number, unit in zip(found.groups(), _UNITS.values(), strict=True))
-    elif not isinstance(text, bool):
-        seconds = float(text)
-    if not seconds > 0:
-        raise ValueError(f"max_time is {text!r}, expected seconds, or a time with units such as 90m, 1h30m or 2d")
-    return seconds
-
-
-# %%% from config_mistakes.py:
-# The mistakes in a config, as sentences: what pydantic has found, in the words of who wrote the config.
-
-_EXPECTED: Mapping[str, str] = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "list_type": "a list",
-    "dict_type": "keys and values",
-    "string_pattern_mismatch": "an import path of the form package.module:name",
-    "greater_than_equal": "at least {ge}",
-    "greater_than": "more than {gt}",
-    "less_than": "less than {lt}",
-    "literal_error": "{expected}",
-    "less_than_equal": "at most {le}",
-    "model_type": "keys and values",
-    "string_too_short": "some text",
-}
-_EXAMPLES: Mapping[str, str] = {
-    "early_stopping": "{metric: val_loss, patience: 3}",
-    "ema": "{decay: 0.999}",
-    "swa": "{start_epoch: 5}",
-}
-_IMPORTED: Mapping[str, str] = {
-    "model": "", "data": "", "metric": "", "finish": "", "loss": "torch.nn", "optimizer": "torch.optim"
-}  # fmt: skip
-"""Keys of import paths, and the module of a name without one."""
-_OTHERS_WORDS: Mapping[str, str] = {
-    **{name: f" Did you mean 'optimizer_args.{name}'?" for name in ("lr", "weight_decay", "momentum", "betas")},
-    "learning_rate": " Did you mean 'optimizer_args.lr'?",
-    "gpus": " Did you mean 'device_ids'?",
-    "output_dir": " Did you mean 'run_dir'?",
-    "amp": " Did you mean 'precision'?",
-}
-"""What other tools call a key, and what newcomers therefore type."""
-_NAMES: Mapping[str, str] = {"scheduler": "constant, linear, cosine, plateau", "weights": "balanced"}
-_GROUPS: Mapping[str, type[BaseModel]] = {
-    "early_stopping": EarlyStoppingOptions,
-    "ema": EMAOptions,
-    "swa": SWAOptions,
-}
-_GROUP_KEYS = {key for group in _GROUPS.values() for key in group.model_fields}
-
-
-def explain_mistake(details: ErrorDetails, keys: Collection[str]) -> str:
-    place = [str(part) for part in details["loc"] if str(part) in _GROUP_KEYS or part == details["loc"][0]]
-    name = ".".join(place)
-    kind = details["type"]
-    if kind == "extra_forbidden":
-        *groups, last = map(str, details["loc"])
-        known = _GROUPS[groups[0]].model_fields if groups else keys
-        said = "" if groups else _OTHERS_WORDS.get(last, "")
-        return f"there is no key {'.'.join([*groups, last])!r}.{said or _suggest(last, known)}"
-    if kind == "missing":
-        return f"the key {name!r} is missing."
-    if kind == "value_error":
-        return f"{details['ctx']['error']}."
-    if name in {"callbacks", "metrics"}:
-        return (
-            f"{name} holds {details['input']!r}, expected a list of import paths package.module:name, each alone or "
-            "with its arguments: - mine:Name, or - mine:Name: {argument: 2}."
-        )
-    if name == "trackers":
-        return (
-            f"trackers holds {details['input']!r}, expected a list of tensorboard, wandb, mlflow or import paths "
-            "package.module:name, each alone or with options: - wandb, or - wandb: {mode: offline}."
-        )
-    if name == "device_ids":
-        return (
-            f"device_ids is {details['input']!r}, expected auto, auto:3, auto:3@20GiB, cpu, cpu:2, or a list of GPU "
-            "numbers or UUIDs such as [0, 2]."
-        )
-    if name == "param_groups" and len(details["loc"]) > 1:
-        return (
-            f"param_groups gives {details['loc'][1]!r} {details['input']!r}, expected options of the optimizer with "
-            "their values, such as {lr: 0.01}."
-        )
-    if name in _NAMES:
-        return f"{name} is {details['input']!r}, expected {_NAMES[name]}, or an import path package.module:name."
-    expected = _EXPECTED.get(kind, "").format(**details.get("ctx", {})) or details["msg"]
-    given = "empty" if details["input"] is None else repr(details["input"])
-    return f"{name} is {given}, expected {expected}.{_hint(name, details['input'])}"
-
-
-def _hint(name: str, given: object) -> str:
-    """Return what was probably meant by a value of the wrong form, as a sentence; empty if nothing is known."""
-    if name in _EXAMPLES:
-        return f" For example: {_EXAMPLES[name]}."
-    if not isinstance(given, str) or ":" in given or name not in _IMPORTED:
-        return ""
-    module, _, attribute = given.rpartition(".")
-    module = module or _IMPORTED[name]
-    return f" Did you mean {f'{module}:{attribute}'!r}?" if module and attribute.isidentifier() else ""
-
-
-def _suggest(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else f" Known keys: {', '.join(known)}."
-
-
-# %%% from yaml_text.py:
-# YAML text of a config, of which a few lines could stand for more than fits into memory.
-
-_MAX_VALUES = 100_000
-"""How many values a config may hold, aliases written out."""
-
-
-def _check_size(root: Any, source: str) -> None:
-    """Refuse a document whose aliases stand for more than a config can hold: ten lines can stand for gigabytes."""
-    sizes: dict[int, int] = {}
-    under_way: set[int] = set()
-
-    def count(node: Any) -> int:
-        if id(node) in sizes:
-            return sizes[id(node)]
-        if id(node) in under_way:
-            raise ConfigError(
-                f"{source} has a value that contains itself: the alias of an anchor is inside of it. (LS801)"
-            )
-        under_way.add(id(node))
-        value = node.value if isinstance(node.value, list) else []
-        inner = [each for entry in value for each in (entry if isinstance(entry, tuple) else (entry,))]
-        sizes[id(node)] = found = 1 + sum(map(count, inner))
-        under_way.discard(id(node))
-        return found
-
-    num_values = count(root) if root is not None else 0
-    if num_values > _MAX_VALUES:
-        raise ConfigError(
-            f"{source} stands for {num_values:,} values, and a config has at most {_MAX_VALUES:,}. Its aliases (*name) "
-            "repeat what their anchors (&name) hold: write out what is needed. (LS801)"
-        )
-
-
-def parse_yaml(text: str, source: str) -> Any:
-    """Return the values of a YAML 1.2 text."""
-    try:
-        _check_size(YAML(typ="safe", pure=True).compose(text), source)
-        return YAML(typ="safe", pure=True).load(text)
-    except RecursionError as error:
-        raise ConfigError(f"{source} is nested too deeply for a config. (LS801)") from error
-    except (YAMLError, ValueError) as error:  # ValueError: an invalid date
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{source} is not YAML{place}: {problem}. (LS801)") from error
-
-
-# %%% from config.py:
-# (the main part)
-
-Kwargs = dict[str, Any]
-_MAX_BYTES = 1 << 20
-"""How long its file may be."""
 
 
 class Config(BaseModel):
@@ -523,3 +353,158 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 def _kind(value: object) -> str:
     kinds: dict[type, str] = {type(None): "nothing", str: "text", list: "a list", dict: "keys and values"}
     return kinds.get(type(value), f"the value {value!r}")
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Return the values of a YAML 1.2 text."""
+    try:
+        _check_size(YAML(typ="safe", pure=True).compose(text), source)
+        return YAML(typ="safe", pure=True).load(text)
+    except RecursionError as error:
+        raise ConfigError(f"{source} is nested too deeply for a config. (LS801)") from error
+    except (YAMLError, ValueError) as error:  # ValueError: an invalid date
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{source} is not YAML{place}: {problem}. (LS801)") from error
+
+
+def _check_size(root: Any, source: str) -> None:
+    """Refuse a document whose aliases stand for more than a config can hold: ten lines can stand for gigabytes."""
+    sizes: dict[int, int] = {}
+    under_way: set[int] = set()
+
+    def count(node: Any) -> int:
+        if id(node) in sizes:
+            return sizes[id(node)]
+        if id(node) in under_way:
+            raise ConfigError(
+                f"{source} has a value that contains itself: the alias of an anchor is inside of it. (LS801)"
+            )
+        under_way.add(id(node))
+        value = node.value if isinstance(node.value, list) else []
+        inner = [each for entry in value for each in (entry if isinstance(entry, tuple) else (entry,))]
+        sizes[id(node)] = found = 1 + sum(map(count, inner))
+        under_way.discard(id(node))
+        return found
+
+    num_values = count(root) if root is not None else 0
+    if num_values > _MAX_VALUES:
+        raise ConfigError(
+            f"{source} stands for {num_values:,} values, and a config has at most {_MAX_VALUES:,}. Its aliases (*name) "
+            "repeat what their anchors (&name) hold: write out what is needed. (LS801)"
+        )
+
+
+def parse_seconds(text: str | float) -> float:
+    """Return the seconds of a number, or of a text such as "90m", "1h30m" or "2d"; ValueError for anything else."""
+    seconds: float = 0
+    if isinstance(text, str):
+        found = _TIME.fullmatch(text.replace(" ", ""))
+        if found is not None:
+            seconds = sum(int(number or 0) * unit for number, unit in zip(found.groups(), _UNITS.values(), strict=True))
+    elif not isinstance(text, bool):
+        seconds = float(text)
+    if not seconds > 0:
+        raise ValueError(f"max_time is {text!r}, expected seconds, or a time with units such as 90m, 1h30m or 2d")
+    return seconds
+
+
+_EXPECTED: Mapping[str, str] = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "keys and values",
+    "string_pattern_mismatch": "an import path of the form package.module:name",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "more than {gt}",
+    "less_than": "less than {lt}",
+    "literal_error": "{expected}",
+    "less_than_equal": "at most {le}",
+    "model_type": "keys and values",
+    "string_too_short": "some text",
+}
+_EXAMPLES: Mapping[str, str] = {
+    "early_stopping": "{metric: val_loss, patience: 3}",
+    "ema": "{decay: 0.999}",
+    "swa": "{start_epoch: 5}",
+}
+_IMPORTED: Mapping[str, str] = {
+    "model": "", "data": "", "metric": "", "finish": "", "loss": "torch.nn", "optimizer": "torch.optim"
+}  # fmt: skip
+"""Keys of import paths, and the module of a name without one."""
+_OTHERS_WORDS: Mapping[str, str] = {
+    **{name: f" Did you mean 'optimizer_args.{name}'?" for name in ("lr", "weight_decay", "momentum", "betas")},
+    "learning_rate": " Did you mean 'optimizer_args.lr'?",
+    "gpus": " Did you mean 'device_ids'?",
+    "output_dir": " Did you mean 'run_dir'?",
+    "amp": " Did you mean 'precision'?",
+}
+"""What other tools call a key, and what newcomers therefore type."""
+_NAMES: Mapping[str, str] = {"scheduler": "constant, linear, cosine, plateau", "weights": "balanced"}
+_GROUPS: Mapping[str, type[BaseModel]] = {
+    "early_stopping": EarlyStoppingOptions,
+    "ema": EMAOptions,
+    "swa": SWAOptions,
+}
+_GROUP_KEYS = {key for group in _GROUPS.values() for key in group.model_fields}
+
+
+def explain_mistake(details: ErrorDetails, keys: Collection[str]) -> str:
+    """Return a mistake that pydantic has found as a sentence, in the words of who wrote the config."""
+    place = [str(part) for part in details["loc"] if str(part) in _GROUP_KEYS or part == details["loc"][0]]
+    name = ".".join(place)
+    kind = details["type"]
+    if kind == "extra_forbidden":
+        *groups, last = map(str, details["loc"])
+        known = _GROUPS[groups[0]].model_fields if groups else keys
+        said = "" if groups else _OTHERS_WORDS.get(last, "")
+        return f"there is no key {'.'.join([*groups, last])!r}.{said or _suggest(last, known)}"
+    if kind == "missing":
+        return f"the key {name!r} is missing."
+    if kind == "value_error":
+        return f"{details['ctx']['error']}."
+    if name in {"callbacks", "metrics"}:
+        return (
+            f"{name} holds {details['input']!r}, expected a list of import paths package.module:name, each alone or "
+            "with its arguments: - mine:Name, or - mine:Name: {argument: 2}."
+        )
+    if name == "trackers":
+        return (
+            f"trackers holds {details['input']!r}, expected a list of tensorboard, wandb, mlflow or import paths "
+            "package.module:name, each alone or with options: - wandb, or - wandb: {mode: offline}."
+        )
+    if name == "device_ids":
+        return (
+            f"device_ids is {details['input']!r}, expected auto, auto:3, auto:3@20GiB, cpu, cpu:2, or a list of GPU "
+            "numbers or UUIDs such as [0, 2]."
+        )
+    if name == "param_groups" and len(details["loc"]) > 1:
+        return (
+            f"param_groups gives {details['loc'][1]!r} {details['input']!r}, expected options of the optimizer with "
+            "their values, such as {lr: 0.01}."
+        )
+    if name in _NAMES:
+        return f"{name} is {details['input']!r}, expected {_NAMES[name]}, or an import path package.module:name."
+    expected = _EXPECTED.get(kind, "").format(**details.get("ctx", {})) or details["msg"]
+    given = "empty" if details["input"] is None else repr(details["input"])
+    return f"{name} is {given}, expected {expected}.{_hint(name, details['input'])}"
+
+
+def _hint(name: str, given: object) -> str:
+    """Return what was probably meant by a value of the wrong form, as a sentence; empty if nothing is known."""
+    if name in _EXAMPLES:
+        return f" For example: {_EXAMPLES[name]}."
+    if not isinstance(given, str) or ":" in given or name not in _IMPORTED:
+        return ""
+    module, _, attribute = given.rpartition(".")
+    module = module or _IMPORTED[name]
+    return f" Did you mean {f'{module}:{attribute}'!r}?" if module and attribute.isidentifier() else ""
+
+
+def _suggest(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else f" Known keys: {', '.join(known)}."

@@ -5,16 +5,16 @@ runs/digits/
   environment.json       how and where the run was started, each time; see environment.py
   metrics.jsonl          one JSON object per line: steps and epochs
   step-00000132.ckpt     the newest checkpoints and the best one, named by the number of updates
-  best.ckpt              a link to the best one, if the config names a metric; see retention.py
+  best.ckpt              a link to the best one, if the config names a metric; see saving.py
   curves.png             loss and accuracy
   report.html            a page about the run, for a browser
   recording/             what each worker did last; see lockstep.recording
   tensorboard/, wandb/   what trackers write; see report/trackers
   .tracked               the key of the run for trackers
-  .lock                  locked while a training uses the directory; see run_lock.py
-  .ended                 how the run ended, once it has; see ending.py
+  .lock                  locked while a training uses the directory; see `lock_run`
+  .ended                 how the run ended, once it has; see listing.py
   .control               where `lockstep scale` asks the launcher, while it runs; see launch/control.py
-  .job                   which job the run belongs to, with resume: auto; see own_run.py
+  .job                   which job the run belongs to, with resume: auto; see `find_own_run`
 """
 
 import contextlib
@@ -41,129 +41,10 @@ from lockstep.checkpoint.atomic_write import atomic_write_text, is_temp_name
 from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.launch.control import CONTROL_NAME
+from lockstep.processes.forking import call_in_children
+from lockstep.recording.file_format import RECORDING_NAME
 from lockstep.runs.changes import find_changes
 from lockstep.runs.config import Config, read_config
-
-# %%% from run_lock.py:
-# One training per run directory at a time.
-#
-# The process that opened the run holds a lock of the kernel (flock), which is released when the process ends, even if
-# it is killed. The existence of the lock file means nothing. On NFS the server keeps the lock, so it works between
-# hosts, unless the file system was mounted with `nolock` or `local_lock`. On a file system without locks, such as those
-# of some object stores, there is a warning, and nothing prevents two trainings in one directory.
-
-LOCK_NAME = ".lock"
-
-_WITHOUT_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-_HOLDER_BYTES = 200
-_POLL_SECONDS = 0.1
-_MAKING_SECONDS = 1.0
-"""How long a run may take from making its directory to locking it."""
-_LOOK_SECONDS = 0.02
-_NUM_ATTEMPTS = 10
-
-
-@contextmanager
-def lock_run(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
-    """Lock a run directory, so that no other training uses it; one that uses it has `patience_seconds` to end."""
-    deadline = time.monotonic() + patience_seconds
-    while True:
-        try:
-            file = (run_dir / LOCK_NAME).open("a+b", buffering=0)
-        except OSError as error:
-            raise RunDirectoryError(
-                f"The run directory {run_dir} cannot be locked: {error}. "
-                "Make it writable, or choose another run_dir. (LS811)"
-            ) from error
-        with file:
-            _close_in_children(file)
-            while not _lock(file.fileno(), run_dir, must=time.monotonic() >= deadline):
-                time.sleep(_POLL_SECONDS)
-            if not os.fstat(file.fileno()).st_nlink:
-                continue  # a failed run removed its directory with this file, so this lock would protect nothing
-            with suppress(OSError):  # the disk may be full; the text is only for messages
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on host {socket.gethostname()}".encode())
-            yield
-            return
-
-
-def find_holder(run_dir: Path) -> str | None:
-    """Return the process that has locked a run directory, in words; None if there is none (local).
-
-    A directory that is just being made is not locked yet for a moment. So where it is empty this waits a little.
-    """
-    deadline = time.monotonic() + _MAKING_SECONDS
-    while run_dir.is_dir() and not any(run_dir.iterdir()) and time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
-    try:
-        descriptor = os.open(run_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _read_holder(descriptor)
-    except OSError:  # a file system without locks
-        return None
-    finally:
-        os.close(descriptor)
-    return None
-
-
-def explain_holder(run_dir: Path, holder: str) -> str:
-    return (
-        f"Another training uses the run directory {run_dir}: {holder}. Two trainings in one directory would remove "
-        "each other's checkpoints. Wait until it has ended, stop it, or choose another name: run_dir=NAME. (LS811)"
-    )
-
-
-def _read_holder(descriptor: int) -> str:
-    return os.pread(descriptor, _HOLDER_BYTES, 0).decode(errors="replace") or "another process"
-
-
-def _lock(descriptor: int, run_dir: Path, *, must: bool) -> bool:
-    """Lock the file; return False if another process has locked it, and there is time to try it again."""
-    try:
-        _lock_now(descriptor)
-    except BlockingIOError as error:
-        if not must:
-            return False
-        raise RunDirectoryError(explain_holder(run_dir, _read_holder(descriptor))) from error
-    except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
-            raise RunDirectoryError(f"The run directory {run_dir} cannot be locked: {error}. (LS811)") from error
-        warnings.warn(
-            f"The file system of {run_dir} has no locks ({error}). "
-            "Do not start a second training in this directory. (LS811)",
-            stacklevel=4,
-        )
-    return True
-
-
-def _lock_now(descriptor: int) -> None:
-    """Lock a file; not at the first attempt alone, because `find_holder` of another process locks it for a moment."""
-    for _ in range(_NUM_ATTEMPTS - 1):
-        with suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        time.sleep(_LOOK_SECONDS)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _close_in_children(file: FileIO) -> None:
-    """Close the file in forked child processes, which would otherwise keep the lock as long as they run."""
-    found = weakref.ref(file)
-
-    def close() -> None:
-        if (inherited := found()) is not None:
-            inherited.close()  # closing keeps the parent's lock; LOCK_UN here would release it
-
-    os.register_at_fork(after_in_child=close)
-
-
-# %%% from directory.py:
-# (the main part)
 
 if TYPE_CHECKING:  # `lockstep train` makes a run directory without torch
     from lockstep.checkpoint import Checkpoint
@@ -179,11 +60,18 @@ REPORT_NAME = "report.html"
 BEST_NAME = "best.ckpt"
 JOB_NAME = ".job"
 ENDED_NAME = ".ended"
-RECORDING_NAME = "recording"
 TRACKED_NAME = ".tracked"
+LOCK_NAME = ".lock"
 _TRACKER_FOLDERS = {"tensorboard", "wandb"}
 
 _RUNS = Path("runs")
+_WITHOUT_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_HOLDER_BYTES = 200
+_POLL_SECONDS = 0.1
+_MAKING_SECONDS = 1.0
+"""How long a run may take from making its directory to locking it."""
+_LOOK_SECONDS = 0.02
+_NUM_ATTEMPTS = 10
 
 
 def make_run_directory(run_dir: str | None, name: str) -> Path:
@@ -201,6 +89,19 @@ def make_run_directory(run_dir: str | None, name: str) -> Path:
     except OSError as error:
         raise RunDirectoryError(f"The run directory {run_dir} cannot be created: {error}. (LS810)") from error
     return Path(run_dir)
+
+
+def _make_numbered(name: str) -> Path:
+    try:
+        _RUNS.mkdir(exist_ok=True)
+        for number in itertools.count(1):
+            path = _RUNS / (name if number == 1 else f"{name}-{number}")
+            with contextlib.suppress(FileExistsError):  # mkdir is atomic, if two runs start at once
+                path.mkdir()
+                return path
+    except OSError as error:
+        raise RunDirectoryError(f"A run directory under {_RUNS} cannot be created: {error}. (LS810)") from error
+    raise AssertionError("unreachable: the loop ends by return or exception")
 
 
 def _explain_existing(path: Path) -> str:
@@ -307,28 +208,13 @@ def make_checkpoint(
     return pack_state(trainer.state_dict(), scheduler, values, metrics, extra)
 
 
-def _make_numbered(name: str) -> Path:
-    try:
-        _RUNS.mkdir(exist_ok=True)
-        for number in itertools.count(1):
-            path = _RUNS / (name if number == 1 else f"{name}-{number}")
-            with contextlib.suppress(FileExistsError):  # mkdir is atomic, if two runs start at once
-                path.mkdir()
-                return path
-    except OSError as error:
-        raise RunDirectoryError(f"A run directory under {_RUNS} cannot be created: {error}. (LS810)") from error
-    raise AssertionError("unreachable: the loop ends by return or exception")
-
-
-# %%% from own_run.py:
-# `resume: auto`: finding the run of a job whose workers are started again, by torchrun, Slurm or Kubernetes.
-#
-# The run is that of `run_dir`. Without `run_dir` it is the one of runs/NAME, runs/NAME-2, ... that belongs to this job:
-# a new directory holds the job's name. So another run is never continued, and never written over.
-
-
 def find_own_run(config: Config, name: str, job: str | None) -> Path | None:
-    """Return the directory of the run of this job; None if it has not begun (local)."""
+    """Return the directory of the run of this job; None if it has not begun (local).
+
+    For `resume: auto`, where the workers of a job are started again, by torchrun, Slurm or Kubernetes. The run is that
+    of `run_dir`, without it the one of runs/NAME, runs/NAME-2, ... that belongs to this job: a new directory holds the
+    job's name. So another run is never continued, and never written over.
+    """
     if config.run_dir is not None:
         path = Path(config.run_dir)
         return path if path.is_dir() else None
@@ -342,7 +228,6 @@ def find_own_run(config: Config, name: str, job: str | None) -> Path | None:
 
 
 def note_job(run_dir: Path, job: str | None) -> None:
-    """Write into a new directory to which job it belongs (local)."""
     if job is None:
         return
     try:
@@ -375,3 +260,108 @@ def _read_job(path: Path) -> str | None:
         return (path / JOB_NAME).read_text(encoding="utf-8")
     except OSError:
         return None
+
+
+@contextmanager
+def lock_run(run_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
+    """Lock a run directory, so that no other training uses it; one that uses it has `patience_seconds` to end.
+
+    The lock is one of the kernel (flock), which is released when the process ends, even if it is killed. The existence
+    of the lock file means nothing. On NFS the server keeps the lock, so it works between hosts, unless the file system
+    was mounted with `nolock` or `local_lock`. On a file system without locks, such as those of some object stores,
+    there is a warning, and nothing prevents two trainings in one directory.
+    """
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            file = (run_dir / LOCK_NAME).open("a+b", buffering=0)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"The run directory {run_dir} cannot be locked: {error}. "
+                "Make it writable, or choose another run_dir. (LS811)"
+            ) from error
+        with file:
+            _close_in_children(file)
+            while not _lock(file.fileno(), run_dir, must=time.monotonic() >= deadline):
+                time.sleep(_POLL_SECONDS)
+            if not os.fstat(file.fileno()).st_nlink:
+                continue  # a failed run removed its directory with this file, so this lock would protect nothing
+            with suppress(OSError):  # the disk may be full; the text is only for messages
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on host {socket.gethostname()}".encode())
+            yield
+            return
+
+
+def find_holder(run_dir: Path) -> str | None:
+    """Return the process that has locked a run directory, in words; None if there is none (local).
+
+    A directory that is just being made is not locked yet for a moment. So where it is empty this waits a little.
+    """
+    deadline = time.monotonic() + _MAKING_SECONDS
+    while run_dir.is_dir() and not any(run_dir.iterdir()) and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+    try:
+        descriptor = os.open(run_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_holder(descriptor)
+    except OSError:  # a file system without locks
+        return None
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def explain_holder(run_dir: Path, holder: str) -> str:
+    return (
+        f"Another training uses the run directory {run_dir}: {holder}. Two trainings in one directory would remove "
+        "each other's checkpoints. Wait until it has ended, stop it, or choose another name: run_dir=NAME. (LS811)"
+    )
+
+
+def _read_holder(descriptor: int) -> str:
+    return os.pread(descriptor, _HOLDER_BYTES, 0).decode(errors="replace") or "another process"
+
+
+def _lock(descriptor: int, run_dir: Path, *, must: bool) -> bool:
+    """Lock the file; return False if another process has locked it, and there is time to try it again."""
+    try:
+        _lock_now(descriptor)
+    except BlockingIOError as error:
+        if not must:
+            return False
+        raise RunDirectoryError(explain_holder(run_dir, _read_holder(descriptor))) from error
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise RunDirectoryError(f"The run directory {run_dir} cannot be locked: {error}. (LS811)") from error
+        warnings.warn(
+            f"The file system of {run_dir} has no locks ({error}). "
+            "Do not start a second training in this directory. (LS811)",
+            stacklevel=4,
+        )
+    return True
+
+
+def _lock_now(descriptor: int) -> None:
+    """Lock a file; not at the first attempt alone, because `find_holder` of another process locks it for a moment."""
+    for _ in range(_NUM_ATTEMPTS - 1):
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOOK_SECONDS)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _close_in_children(file: FileIO) -> None:
+    """Close the file in forked child processes, which would otherwise keep the lock as long as they run."""
+    found = weakref.ref(file)
+
+    def close() -> None:
+        if (inherited := found()) is not None:
+            inherited.close()  # closing keeps the parent's lock; LOCK_UN here would release it
+
+    call_in_children(close)

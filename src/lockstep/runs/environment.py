@@ -38,8 +38,6 @@ _MAX_PATCH_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
-    """Where one worker runs."""
-
     rank: int
     host: str
     pid: int
@@ -49,7 +47,6 @@ class WorkerFacts:
     device_uuid: str
     """UUID of the GPU, as nvidia-smi shows it; empty for a CPU."""
     num_threads: int
-    """`torch.get_num_threads()`."""
 
 
 def gather_facts(world: World, device: torch.device, device_name: str) -> list[WorkerFacts]:

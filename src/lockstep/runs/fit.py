@@ -33,112 +33,6 @@ from lockstep.runs.importing import call_object, import_object
 from lockstep.runs.resuming import Resume, restore_run
 from lockstep.runs.saving import RunSaver
 
-# %%% from step_losses.py:
-# The losses of an epoch's steps: recorded one by one, and added up for the epoch's mean.
-
-
-@dataclass(slots=True)
-class EpochSums:
-    """Sums for the mean loss of an epoch; a run resumed in the middle of an epoch starts with those before it."""
-
-    loss: float = 0.0
-    """Sum of loss times weight over the steps of the epoch that were not skipped."""
-    weight: float = 0.0
-    """Sum of their weights."""
-
-    def take_mean(self) -> float:
-        """Return the mean loss of an epoch that is over, NaN where nothing had a weight, and begin with the next."""
-        mean = self.loss / self.weight if self.weight else math.nan
-        self.loss = self.weight = 0.0
-        return mean
-
-
-@final
-class StepLosses:
-    """Adds up and records the losses of an epoch's steps.
-
-    To read a loss is to wait for the device, which has nothing to do then until the next step is launched. So where
-    the device is asynchronous, a step is recorded when the next one is launched.
-    """
-
-    def __init__(self, sums: EpochSums, recorder: Recorder, *, is_late: bool) -> None:
-        self._sums = sums
-        self._recorder = recorder
-        self._is_late = is_late
-        self._last: tuple[StepResult, int, float | None] | None = None
-
-    def add(self, result: StepResult, global_step: int, learning_rate: float | None = None) -> None:
-        """Take in a step, which was update `global_step`."""
-        self.record_last()
-        self._last = result, global_step, learning_rate
-        if not self._is_late:
-            self.record_last()
-
-    def record_last(self) -> None:
-        """Record the last step, if it is not recorded yet."""
-        if self._last is None:
-            return
-        (result, global_step, learning_rate), self._last = self._last, None
-        weight = 0.0 if result.is_skipped else result.weight
-        if weight:
-            self._sums.loss += result.loss * weight
-            self._sums.weight += weight
-        self._recorder.record(
-            StepFinished(
-                epoch=result.cursor.epoch,
-                step=result.cursor.step,
-                global_step=global_step,
-                loss=result.loss,
-                weight=weight,
-                learning_rate=learning_rate,
-                grad_norm=result.grad_norm,
-            )
-        )
-
-
-# %%% from loop_state.py:
-# What the training loop of a run keeps beside the trainer, and a worker that joins needs.
-
-
-@final
-class FitState:
-    """The state of the loop between two steps, on one worker; `scheduler` is one that the trainer does not step."""
-
-    def __init__(
-        self,
-        sums: EpochSums,
-        saver: RunSaver,
-        scheduler: Scheduler | None,
-        others: Mapping[str, Stateful] = MappingProxyType({}),
-    ) -> None:
-        self._sums = sums
-        self._saver = saver
-        self._scheduler = scheduler
-        self._others = others
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a new worker needs (local)."""
-        return {
-            "loss": self._sums.loss,
-            "weight": self._sums.weight,
-            "saver": self._saver.state_dict(),
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-            "others": {name: each.state_dict() for name, each in self._others.items()},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` has returned on another worker (local)."""
-        self._sums.loss, self._sums.weight = state["loss"], state["weight"]
-        self._saver.load_state_dict(state["saver"])
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(state["scheduler"])
-        for name, each in self._others.items():
-            each.load_state_dict(state["others"][name])
-
-
-# %%% from fit.py:
-# (the main part)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitResult:
@@ -171,7 +65,6 @@ class StopResult:
     checkpoint: Path
     """The checkpoint from which the run can be resumed; it is on the disk."""
     cursor: Cursor
-    """Position of the next step."""
     num_steps: int | None
     """Number of steps of an epoch; None for a stream whose end is not known."""
 
@@ -231,18 +124,29 @@ def fit(
     )
 
 
+@dataclass(slots=True)
+class EpochSums:
+    """Sums for the mean loss of an epoch; a run resumed in the middle of an epoch starts with those before it."""
+
+    loss: float = 0.0
+    """Sum of loss times weight over the steps of the epoch that were not skipped."""
+    weight: float = 0.0
+
+    def take_mean(self) -> float:
+        """Return the mean loss of an epoch that is over, NaN where nothing had a weight, and begin with the next."""
+        mean = self.loss / self.weight if self.weight else math.nan
+        self.loss = self.weight = 0.0
+        return mean
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingContext:
-    """What the training loop of one worker needs."""
-
     config: Config
     parts: RunParts
     recorder: Recorder
     saver: RunSaver
     stop: StopRequest
-    """The request to stop, if this worker has one."""
     sums: EpochSums
-    """The losses of the present epoch."""
 
     def save(self, metrics: Mapping[str, float]) -> None:
         """Save a checkpoint on rank 0; check the parameters on every rank."""
@@ -347,15 +251,103 @@ def _train_epoch(
     )
 
 
-def _measure_again_if_ending(parts: RunParts, test: dict[str, Any]) -> dict[str, Any]:
-    """Return an evaluation; if it has ended the run, another one with BatchNorm's statistics for the mean of weights.
+@final
+class StepLosses:
+    """Adds up and records the losses of an epoch's steps.
 
-    Collective.
+    To read a loss is to wait for the device, which has nothing to do then until the next step is launched. So where
+    the device is asynchronous, a step is recorded when the next one is launched.
     """
+
+    def __init__(self, sums: EpochSums, recorder: Recorder, *, is_late: bool) -> None:
+        self._sums = sums
+        self._recorder = recorder
+        self._is_late = is_late
+        self._last: tuple[StepResult, int, float | None] | None = None
+
+    def add(self, result: StepResult, global_step: int, learning_rate: float | None = None) -> None:
+        self.record_last()
+        self._last = result, global_step, learning_rate
+        if not self._is_late:
+            self.record_last()
+
+    def record_last(self) -> None:
+        if self._last is None:
+            return
+        (result, global_step, learning_rate), self._last = self._last, None
+        weight = 0.0 if result.is_skipped else result.weight
+        if weight:
+            self._sums.loss += result.loss * weight
+            self._sums.weight += weight
+        self._recorder.record(
+            StepFinished(
+                epoch=result.cursor.epoch,
+                step=result.cursor.step,
+                global_step=global_step,
+                loss=result.loss,
+                weight=weight,
+                learning_rate=learning_rate,
+                grad_norm=result.grad_norm,
+            )
+        )
+
+
+def _measure_again_if_ending(parts: RunParts, test: dict[str, Any]) -> dict[str, Any]:
+    """Return an evaluation, or if it ended the run one with BatchNorm's statistics for mean weights (collective)."""
     if not parts.trainer.is_ending or not update_statistics(parts):
         return test
     with parts.trainer.moments.no_evaluation():
         return measure_all(parts)
+
+
+@final
+class FitState:
+    """What the loop keeps beside the trainer, for a worker that joins; the trainer does not step `scheduler`."""
+
+    def __init__(
+        self,
+        sums: EpochSums,
+        saver: RunSaver,
+        scheduler: Scheduler | None,
+        others: Mapping[str, Stateful] = MappingProxyType({}),
+    ) -> None:
+        self._sums = sums
+        self._saver = saver
+        self._scheduler = scheduler
+        self._others = others
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "loss": self._sums.loss,
+            "weight": self._sums.weight,
+            "saver": self._saver.state_dict(),
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "others": {name: each.state_dict() for name, each in self._others.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums.loss, self._sums.weight = state["loss"], state["weight"]
+        self._saver.load_state_dict(state["saver"])
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(state["scheduler"])
+        for name, each in self._others.items():
+            each.load_state_dict(state["others"][name])
+
+
+def _describe_run(config: Config, parts: RunParts, device: torch.device) -> RunStarted:
+    model = parts.trainer.model
+    return RunStarted(
+        world_size=parts.trainer.world.world_size,
+        device=str(device),
+        num_shards=config.total_shards,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        num_train_samples=parts.train.num_samples,
+        num_test_samples=0 if parts.test is None else parts.test.num_samples,
+        first_epoch=parts.trainer.cursor.epoch,
+        num_epochs=config.epochs,
+        num_steps=parts.train.num_steps,
+        first_step=parts.trainer.cursor.step,
+    )
 
 
 def _write_facts(world: World, run_dir: Path, fingerprint: Fingerprint, device: torch.device, code: Path) -> None:
@@ -423,19 +415,3 @@ def _call_finish(config: Config, trainer: Trainer) -> str:
     function = import_object("finish", config.finish)
     trainer.model.eval()
     return str(call_object("finish", function, trainer.model, **config.finish_args))
-
-
-def _describe_run(config: Config, parts: RunParts, device: torch.device) -> RunStarted:
-    model = parts.trainer.model
-    return RunStarted(
-        world_size=parts.trainer.world.world_size,
-        device=str(device),
-        num_shards=config.total_shards,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        num_train_samples=parts.train.num_samples,
-        num_test_samples=0 if parts.test is None else parts.test.num_samples,
-        first_epoch=parts.trainer.cursor.epoch,
-        num_epochs=config.epochs,
-        num_steps=parts.train.num_steps,
-        first_step=parts.trainer.cursor.step,
-    )

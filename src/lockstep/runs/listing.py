@@ -17,58 +17,14 @@ from lockstep.checkpoint.step_files import find_checkpoints, peek_manifest
 from lockstep.errors import CheckpointError
 from lockstep.runs.directory import CONFIG_NAME, ENDED_NAME, ENVIRONMENT_NAME, METRICS_NAME, find_holder
 
-# %%% from ending.py:
-# How a run ended: the file `.ended` in its directory, not there while it runs, or if its launcher was killed.
-
-_MAX_REASON = 300
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEnding:
-    state: str
-    """finished, stopped, interrupted or failed."""
-    reason: str = ""
-    """Why it has failed, in one line."""
-    time: str = ""
-    """When, ISO 8601."""
-
-
-def write_ending(run_dir: Path, state: str, reason: str = "") -> None:
-    """Note how a run ended (local); a directory that was removed, or cannot be written, is left alone."""
-    line = next(iter(reason.splitlines()), "")[:_MAX_REASON]
-    now = datetime.now().astimezone().isoformat(timespec="seconds")
-    if run_dir.is_dir():
-        with suppress(OSError):
-            atomic_write_text(
-                run_dir / ENDED_NAME, json.dumps(asdict(RunEnding(state=state, reason=line, time=now))) + "\n"
-            )
-
-
-def forget_ending(run_dir: Path) -> None:
-    """Remove the note of an earlier ending, because the run goes on (local)."""
-    with suppress(OSError):
-        (run_dir / ENDED_NAME).unlink(missing_ok=True)
-
-
-def read_ending(run_dir: Path) -> RunEnding | None:
-    """Return how a run ended; None if nobody has noted it (local)."""
-    try:
-        return RunEnding(**json.loads((run_dir / ENDED_NAME).read_text("utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-# %%% from listing.py:
-# (the main part)
-
 _DEPTH = 3
 """How deep under a folder run directories are searched."""
 _TAIL_BYTES = 1 << 18
+_MAX_REASON = 300
 _NOT_COMPARED = frozenset(
     {"run_dir", "resume", "report", "trackers", "keep", "save_every", "async_save", "on_save_error"}
 )
 """Keys that say nothing of what a run computes, only what it saves and shows."""
-
 
 _NOT_MEASURED = frozenset({"kind", "epoch", "global_step", "train_loss", "samples_per_second", "learning_rate"})
 """What a row of an epoch has besides what the evaluation has measured."""
@@ -221,3 +177,40 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnding:
+    """What the file `.ended` says; it is not there while the run goes on, or if its launcher was killed."""
+
+    state: str
+    """finished, stopped, interrupted or failed."""
+    reason: str = ""
+    """Why it has failed, in one line."""
+    time: str = ""
+    """When, ISO 8601."""
+
+
+def write_ending(run_dir: Path, state: str, reason: str = "") -> None:
+    """Note how a run ended (local); a directory that was removed, or cannot be written, is left alone."""
+    line = next(iter(reason.splitlines()), "")[:_MAX_REASON]
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    if run_dir.is_dir():
+        with suppress(OSError):
+            atomic_write_text(
+                run_dir / ENDED_NAME, json.dumps(asdict(RunEnding(state=state, reason=line, time=now))) + "\n"
+            )
+
+
+def forget_ending(run_dir: Path) -> None:
+    """Remove the note of an earlier ending, because the run goes on (local)."""
+    with suppress(OSError):
+        (run_dir / ENDED_NAME).unlink(missing_ok=True)
+
+
+def read_ending(run_dir: Path) -> RunEnding | None:
+    """Return how a run ended; None if nobody has noted it (local)."""
+    try:
+        return RunEnding(**json.loads((run_dir / ENDED_NAME).read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -8,7 +8,7 @@
                             changed
     --resume OTHER_FILE     a new directory
     resume: auto            the directory of this job, or run_dir, if it is there: its newest intact checkpoint, or the
-                            beginning if it has none; else a new directory. See own_run.py
+                            beginning if it has none; else a new directory. See `find_own_run`
 
 When a run continues in its own directory, newer damaged checkpoints are renamed, so that they are never used again.
 When a run continues in a new directory, the checkpoint is copied there first.
@@ -63,8 +63,6 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRequest:
-    """What the user asked for: the config, and the checkpoint to resume from."""
-
     config: Config
     name: str
     """The name of numbered directories: runs/NAME, runs/NAME-2, ..."""
@@ -80,8 +78,6 @@ class OpenRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceCheckpoint:
-    """The checkpoint from which a run continues."""
-
     run_dir: Path | None
     """The run directory that contains it; None if it is not in a run directory."""
     checkpoint: Path
@@ -95,7 +91,6 @@ class OpenedRun:
     origin: SourceCheckpoint | None
     """The checkpoint in `run_dir` to continue from; None for a new run."""
     changes: tuple[Change, ...]
-    """Differences between its config and the checkpoint's."""
 
 
 def open_run(wanted: OpenRequest, held: ExitStack, warn: Tell) -> OpenedRun:
@@ -197,7 +192,6 @@ def _find_source(wanted: OpenRequest, run_dir: Path | None, warn: Tell) -> Sourc
 
 
 def _check_no_newer(run_dir: Path, origin: SourceCheckpoint) -> None:
-    """Raise if a directory has an intact checkpoint newer than the one to continue from."""
     newer = [each for each in find_checkpoints(run_dir) if global_step_of(each) > global_step_of(origin.checkpoint)]
     newer_intact = [each.name for each in newer if _is_intact(each)]
     if newer_intact:
@@ -274,14 +268,8 @@ def _copy(source: Path, target: Path) -> None:
             raise CheckpointError(f"{source} could not be copied to {target}: {error}. (LS703)") from error
 
 
-# %%% from saved_runs.py:
-# Finding what a run has saved: its newest checkpoint, its config, and the folder of its modules. Needs no torch.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun:
-    """A checkpoint, and what is needed to use it."""
-
     checkpoint: Path
     config: Config
     """The config of the run, with the changes that the user asked for."""
@@ -290,9 +278,7 @@ class SavedRun:
     where: str
     """At which epoch and step it was saved, in words."""
     digest: str
-    """Digest of its weights."""
     metrics: Mapping[str, float | None]
-    """What was measured when it was saved."""
 
 
 def find_saved_run(

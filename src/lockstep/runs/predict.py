@@ -1,8 +1,7 @@
 """Predictions of a saved model for a data set, in the order of the data, with the same bits on any number of workers.
 
 Rank 0 collects the predictions of each batch and writes them in parts, each of which is complete under its name. A run
-that was stopped continues after the last part, on any number of workers. `lockstep.runs.predictions` makes one file of the
-parts.
+that was stopped continues after the last part, on any number of workers. `predictions.py` makes one file of the parts.
 """
 
 import os
@@ -60,7 +59,6 @@ class PredictRequest:
     has_targets: bool
     """Whether samples that are pairs are (input, target)."""
     parts: Path
-    """The folder of the parts."""
     start: int
     """How many samples are in the parts already: whole batches."""
 
@@ -286,13 +284,11 @@ class _PartWriter:
         self._num_bytes += sum(values.nbytes for values in batch.values())
 
     def write_if_due(self) -> None:
-        """Write a part if the last one was long ago, or much has come since."""
         self._join_slices()
         if time.monotonic() - self._last >= _PART_SECONDS or self._num_bytes >= _PART_BYTES:
             self.write()
 
     def write(self) -> None:
-        """Write what has come since the last part."""
         self._join_slices()
         if not self._batches:
             return

@@ -1,23 +1,34 @@
-"""Files of predictions: .csv, .npz or .parquet, made of parts without holding all of them in memory."""
+"""Files of predictions: .csv, .npz or .parquet, made of parts without holding all of them in memory. Needs no torch.
+
+OUTPUT.parts/
+  job.json                              what is predicted; another prediction does not continue it
+  rows-000000000000-000000012800.npz    the columns of these samples
+"""
 
 import csv
 import json
-import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lockstep.checkpoint.atomic_write import atomic_write_text, remove_stale_temp_files
+from lockstep.checkpoint.atomic_write import atomic_replace, atomic_write_text, remove_stale_temp_files
 from lockstep.errors import UsageError
 from lockstep.runs.opening import SavedRun
 
 SUFFIXES = (".csv", ".npz", ".parquet")
 _MAX_CSV_COLUMNS = 4096
+_JOB_NAME = "job.json"
+_CONFIG_KEYS = {
+    *("model", "model_args", "data", "data_args", "collate", "batch_size", "num_shards"),
+    *("precision", "seed", "deterministic", "threads_per_worker"),
+}
+"""Keys of a config from which predictions follow; the command line may replace their values."""
+_PART = re.compile(r"rows-(\d{12})-(\d{12})\.npz")
+
 Array = np.ndarray[Any, Any]
 Columns = dict[str, Array]
 """Columns by name; a column has its rows along dimension 0."""
@@ -37,20 +48,14 @@ def check_table_path(path: Path) -> None:
 
 def write_table(path: Path, parts: Sequence[Path]) -> None:
     """Write one table with the rows of all parts (numpy.savez), in order, and a column `index` (local)."""
-    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     write = {".csv": _write_csv, ".npz": _write_npz, ".parquet": _write_parquet}[path.suffix]
     try:
-        write(temp, parts)
-        with temp.open("rb") as file:
-            os.fsync(file.fileno())
-        temp.replace(path)
+        with atomic_replace(path) as temp:
+            write(temp, parts)
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written: {error}. The predictions are kept in {parts[0].parent}. (LS814)"
         ) from error
-    finally:
-        with suppress(OSError):
-            temp.unlink(missing_ok=True)
 
 
 def _read(parts: Sequence[Path]) -> Iterator[Columns]:
@@ -142,23 +147,7 @@ def _import_pyarrow() -> tuple[Any, Any]:
     return pyarrow, parquet
 
 
-# %%% from parts.py:
-# The parts in which predictions are written before they become one file: OUTPUT.parts. Needs no torch.
-#
-# job.json                          what is predicted; another prediction does not continue it
-# rows-000000000000-000000012800.npz    the columns of these samples
-
-_JOB_NAME = "job.json"
-_CONFIG_KEYS = {
-    *("model", "model_args", "data", "data_args", "collate", "batch_size", "num_shards"),
-    *("precision", "seed", "deterministic", "threads_per_worker"),
-}
-"""Keys of a config from which predictions follow; the command line may replace their values."""
-_PART = re.compile(r"rows-(\d{12})-(\d{12})\.npz")
-
-
 def part_name(start: int, stop: int) -> str:
-    """Return the file name of the samples from `start` up to `stop`."""
     return f"rows-{start:012d}-{stop:012d}.npz"
 
 

@@ -18,16 +18,12 @@ from lockstep.runs.config import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """What a worker needs to resume a run."""
-
     path: Path
-    """The checkpoint."""
     allowed: frozenset[str]
     """Names given to `--allow`: config keys that may differ, although they change the results."""
     epoch_loss: float
     """Sum of loss times weight over the steps of the interrupted epoch before the checkpoint."""
     epoch_weight: float
-    """Sum of their weights."""
 
 
 def compare_config(manifest: Manifest, config: Config) -> list[Change]:

@@ -29,94 +29,6 @@ from lockstep.events import CheckpointSaved, Recorder
 from lockstep.runs.config import Config
 from lockstep.runs.directory import link_best_checkpoint, make_checkpoint
 
-# %%% from retention.py:
-# Which checkpoints of a run are kept. Pure.
-#
-# The newest `keep` checkpoints are kept, and the best one by a metric. A damaged file does not count as one of them. It
-# is removed when `keep` intact ones are newer. So the only intact checkpoint is never removed.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedCheckpoint:
-    global_step: int
-    """Number of updates before it was written."""
-    is_intact: bool
-    """Whether its header is intact and its length right."""
-    score: float | None
-    """Its score, higher is better; None if it is not known."""
-
-
-def score_of(metrics: Mapping[str, float | None], wanted: str | None) -> float | None:
-    """Return the score of a checkpoint, higher is better; None if it is not known. `wanted` is as `keep_best`."""
-    if wanted is None:
-        return None
-    value = metrics.get(wanted.removeprefix("-"))
-    if value is None or not math.isfinite(value):
-        return None
-    return -value if wanted.startswith("-") else value
-
-
-def check_metric_name(wanted: str | None, measured: Mapping[str, float]) -> None:
-    """Check that the metric of `keep_best` was measured, and that not the worst checkpoint would be kept."""
-    if wanted is None:
-        return
-    name = wanted.removeprefix("-")
-    if name not in measured:
-        near = difflib.get_close_matches(name, [*measured], n=1)
-        guess = f"Did you mean {_with_sign(near[0], wanted)}? " if near else ""
-        raise ConfigError(
-            f"keep_best is {wanted!r}, but no such metric is measured on the test set. "
-            + (
-                f"{guess}Expected {' or '.join(each for name in measured for each in _ways(name))}; - means that lower "
-                "is better."
-                if measured
-                else "It needs a test set: data returned None."
-            )
-            + " (LS808)"
-        )
-    if wanted not in _ways(name):
-        other, better = ("highest", "lower") if wanted == name else ("lowest", "higher")
-        raise ConfigError(
-            f"keep_best is {wanted!r}, which would keep the {other} {name}. Write {_ways(name)[0]!r}, because {better} "
-            "is better. (LS808)"
-        )
-
-
-def _ways(name: str) -> list[str]:
-    """Return a metric as `keep_best` may name it: with the sign that its name implies, or both."""
-    return {"min": [f"-{name}"], "max": [name], None: [name, f"-{name}"]}[mode_of_name(name)]
-
-
-def _with_sign(name: str, wanted: str) -> str:
-    given = f"-{name}" if wanted.startswith("-") else name
-    return given if given in _ways(name) else _ways(name)[0]
-
-
-def find_best(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
-    """Return the best intact checkpoint, the oldest if scores are equal; None if no score is known."""
-    scored = [(each.score, -each.global_step, each) for each in saved if each.is_intact and each.score is not None]
-    return max(scored, key=lambda entry: entry[:2])[2] if scored else None
-
-
-def choose_checkpoints_to_remove(saved: Sequence[SavedCheckpoint], keep: int, written: int) -> list[SavedCheckpoint]:
-    """Return the checkpoints to remove, after the one with `written` updates was saved.
-
-    Those with more updates are left: the run was resumed before them, and overwrites them when it is there again.
-    """
-    newest_first = sorted((each for each in saved if each.global_step <= written), key=lambda each: -each.global_step)
-    best = find_best(saved)
-    removed: list[SavedCheckpoint] = []
-    num_intact = 0
-    for each in newest_first:
-        if num_intact >= keep and each is not best:
-            removed.append(each)
-        num_intact += each.is_intact
-    return removed
-
-
-# %%% from saving.py:
-# (the main part)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Due:
@@ -126,6 +38,15 @@ class _Due:
     metrics: Mapping[str, float]
     copy: Checkpoint | None
     """The state, if this worker keeps it for the case that rank 0 is lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    global_step: int
+    is_intact: bool
+    """Whether its header is intact and its length right."""
+    score: float | None
+    """Its score, higher is better; None if it is not known."""
 
 
 @final
@@ -182,7 +103,6 @@ class RunSaver:
             self._write(make_checkpoint(trainer, scheduler, self._config, metrics, self._extra))
 
     def path_of(self, trainer: Trainer) -> Path:
-        """Return the file of a checkpoint that is saved now (local)."""
         return self._run_dir / checkpoint_name(trainer.global_step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,7 +111,6 @@ class RunSaver:
         return {} if due is None else {"global_step": due.global_step, "metrics": dict(due.metrics)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` has returned on another worker (local)."""
         self._last = _Due(**state, copy=None) if state else None
 
     def wait(self) -> None:
@@ -261,3 +180,73 @@ class RunSaver:
             return SavedCheckpoint(global_step=global_step_of(path), is_intact=False, score=None)
         score = score_of(manifest.metrics, self._config.keep_best)
         return SavedCheckpoint(global_step=global_step_of(path), is_intact=True, score=score)
+
+
+def choose_checkpoints_to_remove(saved: Sequence[SavedCheckpoint], keep: int, written: int) -> list[SavedCheckpoint]:
+    """Return the checkpoints to remove, after the one with `written` updates was saved.
+
+    The newest `keep` checkpoints are kept, and the best one by a metric. A damaged file does not count as one of them.
+    It is removed when `keep` intact ones are newer. So the only intact checkpoint is never removed. Those with more
+    updates are left: the run was resumed before them, and overwrites them when it is there again.
+    """
+    newest_first = sorted((each for each in saved if each.global_step <= written), key=lambda each: -each.global_step)
+    best = find_best(saved)
+    removed: list[SavedCheckpoint] = []
+    num_intact = 0
+    for each in newest_first:
+        if num_intact >= keep and each is not best:
+            removed.append(each)
+        num_intact += each.is_intact
+    return removed
+
+
+def find_best(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
+    """Return the best intact checkpoint, the oldest if scores are equal; None if no score is known."""
+    scored = [(each.score, -each.global_step, each) for each in saved if each.is_intact and each.score is not None]
+    return max(scored, key=lambda entry: entry[:2])[2] if scored else None
+
+
+def score_of(metrics: Mapping[str, float | None], wanted: str | None) -> float | None:
+    """Return the score of a checkpoint, higher is better; None if it is not known. `wanted` is as `keep_best`."""
+    if wanted is None:
+        return None
+    value = metrics.get(wanted.removeprefix("-"))
+    if value is None or not math.isfinite(value):
+        return None
+    return -value if wanted.startswith("-") else value
+
+
+def check_metric_name(wanted: str | None, measured: Mapping[str, float]) -> None:
+    """Check that the metric of `keep_best` was measured, and that not the worst checkpoint would be kept."""
+    if wanted is None:
+        return
+    name = wanted.removeprefix("-")
+    if name not in measured:
+        near = difflib.get_close_matches(name, [*measured], n=1)
+        guess = f"Did you mean {_with_sign(near[0], wanted)}? " if near else ""
+        raise ConfigError(
+            f"keep_best is {wanted!r}, but no such metric is measured on the test set. "
+            + (
+                f"{guess}Expected {' or '.join(each for name in measured for each in _ways(name))}; - means that lower "
+                "is better."
+                if measured
+                else "It needs a test set: data returned None."
+            )
+            + " (LS808)"
+        )
+    if wanted not in _ways(name):
+        other, better = ("highest", "lower") if wanted == name else ("lowest", "higher")
+        raise ConfigError(
+            f"keep_best is {wanted!r}, which would keep the {other} {name}. Write {_ways(name)[0]!r}, because {better} "
+            "is better. (LS808)"
+        )
+
+
+def _ways(name: str) -> list[str]:
+    """Return a metric as `keep_best` may name it: with the sign that its name implies, or both."""
+    return {"min": [f"-{name}"], "max": [name], None: [name, f"-{name}"]}[mode_of_name(name)]
+
+
+def _with_sign(name: str, wanted: str) -> str:
+    given = f"-{name}" if wanted.startswith("-") else name
+    return given if given in _ways(name) else _ways(name)[0]

@@ -22,8 +22,6 @@ from lockstep.runs.config import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first difference between a run and the first run."""
-
     step: int
     """Number of steps after which it occurs."""
     name: str
@@ -31,7 +29,6 @@ class Difference:
     num_others: int
     """How many other tensors differ after this step."""
     how: str
-    """The kind and size of the difference, in words."""
 
     def __str__(self) -> str:
         others = f" (and {self.num_others} more)" if self.num_others else ""
@@ -43,7 +40,6 @@ class ShortRun:
     """The result of a few steps, from one worker."""
 
     digests: tuple[str, ...]
-    """Digest after each step."""
     fingerprint: Fingerprint
     """What the digests depend on besides code and data."""
     difference: Difference | None
