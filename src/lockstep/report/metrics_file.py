@@ -32,6 +32,8 @@ RowKey = tuple[str, int]
 
 _TAIL_BYTES = 1 << 18
 """How much of the end of a file is read to find the rows in it."""
+_NUM_REMEMBERED = 32
+"""More than there are events between two calls in which workers wait for each other."""
 
 
 @final
@@ -49,7 +51,6 @@ class MetricsFile:
         self._lead = "" if not path.exists() or path.read_bytes()[-1:] in (b"", b"\n") else "\n"
 
     def record(self, event: Event) -> None:
-        """Append the event, if it is one that has a row."""
         line = row_of(event)
         if line is None:
             return
@@ -108,6 +109,59 @@ class MetricsFile:
             self._lead = ""
 
 
+@final
+class Succession:
+    """A recorder on every worker, of which one writes at a time; one that begins to write calls `show`, once.
+
+    If the one that writes is lost, the next one continues without a missing or a doubled row:
+
+        rank 0, until it is killed       the next rank 0
+        --------------------------       ---------------
+        row of step 6                    remembers the event of step 6
+        row of ste                       remembers the event of step 7
+                                         step 8 continues without rank 0
+                                         removes the half row, writes those of 7 and 8
+
+    Every worker makes the same calls, so every worker sees the same events. One that was ahead when it was killed may
+    have written a row that the others reach only later: that row is left out then.
+    """
+
+    def __init__(self, is_recording: Callable[[], bool], metrics: MetricsFile, show: Callable[[], Recorder]) -> None:
+        self._is_recording = is_recording
+        self._metrics = metrics
+        self._show = show
+        self._shown: Recorder | None = None
+        self._run: RunStarted | None = None
+        self._remembered: deque[Event] = deque(maxlen=_NUM_REMEMBERED)
+        self._written: frozenset[RowKey] = frozenset()
+
+    def record(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._run = event
+        if not self._is_recording():
+            if key_of(event) is not None:
+                self._remembered.append(event)
+            return
+        if self._shown is None:
+            self._shown = self._show()
+            if not isinstance(event, RunStarted | RecordingTakenOver):
+                self._take_over(self._shown, event.global_step)
+        self._write(self._shown, event)
+
+    def _take_over(self, shown: Recorder, global_step: int) -> None:
+        self._written = self._metrics.take_over()
+        if self._run is not None:
+            shown.record(RecordingTakenOver(run=self._run, global_step=global_step))
+        for event in self._remembered:
+            self._write(shown, event)
+        self._remembered.clear()
+
+    def _write(self, shown: Recorder, event: Event) -> None:
+        if key_of(event) not in self._written:
+            self._metrics.record(event)
+            shown.record(event)
+
+
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Return the objects of a metrics file, without incomplete lines of killed processes."""
     return _parse(path.read_text(encoding="utf-8").splitlines())
@@ -132,12 +186,6 @@ def key_of(event: Event) -> RowKey | None:
     return None if row is None else key_of_row(row)
 
 
-def _parse(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        with contextlib.suppress(json.JSONDecodeError):
-            yield json.loads(line)
-
-
 def key_of_row(row: Mapping[str, Any]) -> RowKey:
     kind = row["kind"]
     if kind == "evaluation":  # there may be some of other sets after the same update
@@ -146,7 +194,6 @@ def key_of_row(row: Mapping[str, Any]) -> RowKey:
 
 
 def row_of(event: Event) -> dict[str, Any] | None:
-    """Return the row of an event; None for an event without a row."""
     match event:
         case StepFinished():
             return {
@@ -197,59 +244,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-# %%% from succession.py:
-# Recording on one worker at a time, and by the next one if it is lost, without a missing or a doubled row.
-#
-#     rank 0, until it is killed       the next rank 0
-#     --------------------------       ---------------
-#     row of step 6                    remembers the event of step 6
-#     row of ste                       remembers the event of step 7
-#                                      step 8 continues without rank 0
-#                                      removes the half row, writes those of 7 and 8
-#
-# Every worker makes the same calls, so every worker sees the same events. One that was ahead when it was killed may
-# have written a row that the others reach only later: that row is left out then.
-
-_NUM_REMEMBERED = 32
-"""More than there are events between two calls in which workers wait for each other."""
-
-
-@final
-class Succession:
-    """A recorder on every worker, of which one writes at a time; one that begins to write calls `show`, once."""
-
-    def __init__(self, is_recording: Callable[[], bool], metrics: MetricsFile, show: Callable[[], Recorder]) -> None:
-        self._is_recording = is_recording
-        self._metrics = metrics
-        self._show = show
-        self._shown: Recorder | None = None
-        self._run: RunStarted | None = None
-        self._remembered: deque[Event] = deque(maxlen=_NUM_REMEMBERED)
-        self._written: frozenset[RowKey] = frozenset()
-
-    def record(self, event: Event) -> None:
-        """Write the event, or remember it, if another worker writes."""
-        if isinstance(event, RunStarted):
-            self._run = event
-        if not self._is_recording():
-            if key_of(event) is not None:
-                self._remembered.append(event)
-            return
-        if self._shown is None:
-            self._shown = self._show()
-            if not isinstance(event, RunStarted | RecordingTakenOver):
-                self._take_over(self._shown, event.global_step)
-        self._write(self._shown, event)
-
-    def _take_over(self, shown: Recorder, global_step: int) -> None:
-        self._written = self._metrics.take_over()
-        if self._run is not None:
-            shown.record(RecordingTakenOver(run=self._run, global_step=global_step))
-        for event in self._remembered:
-            self._write(shown, event)
-        self._remembered.clear()
-
-    def _write(self, shown: Recorder, event: Event) -> None:
-        if key_of(event) not in self._written:
-            self._metrics.record(event)
-            shown.record(event)
+def _parse(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)

@@ -126,7 +126,6 @@ class Speed:
         self._seen: deque[tuple[float, int]] = deque(maxlen=_NUM_SEEN)
 
     def begin(self, run: RunStarted, done: int) -> None:
-        """Begin with the first step after `done` steps."""
         self._num_samples, self._num_steps = run.num_train_samples or 0, run.num_steps
         self._total = run.num_epochs * (run.num_steps or 0)
         self._seen.clear()

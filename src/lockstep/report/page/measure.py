@@ -1,4 +1,4 @@
-"""How long a step would take on another number of workers, from what one run has measured; pure.
+"""Where the time of one run went, and how long a step would take on another number of workers; pure.
 
     step(n) = fixed + most shards of one worker * (shard + its loading) + exchange(n) + waiting
 
@@ -25,7 +25,20 @@ from lockstep.report.page.run_data import RunData
 
 NUMBERS: Final = (1, 2, 4, 6, 8, 16)
 """The numbers of workers that the page shows."""
+SHARES: Final = ("loading", "compute", "gradients", "others", "update", "evaluating", "saving", "rest")
+"""Parts of the time, in the order of a step; `texts` has what the page calls them."""
 _QUARTILES: Final = (25, 50, 75)
+_FIRST_STEPS = 2
+"""So many steps at the beginning of a recording are left out: they make buffers, and choose kernels."""
+_FEWEST = 3
+_IDLE, _PREPARE, COMPUTE, _REDUCE, AGREE, _COMMIT = 1, 2, 3, 4, 5, 6
+_BETWEEN: Final = {
+    "loading": EventKind.LOADING,
+    "evaluating": EventKind.EVALUATING,
+    "saving": EventKind.SAVING,
+}
+_OF_PHASE: Final = {_PREPARE: "rest", COMPUTE: "compute", _REDUCE: "gradients", AGREE: "others", _COMMIT: "update"}
+_SECOND: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +62,11 @@ class MeasuredSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A step on a number of workers."""
-
     workers: int
     seconds: float
     """A step in the middle."""
     low: float
-    """Lower end of the band."""
     high: float
-    """Upper end of the band."""
     is_measured: bool
     """Whether the run had this number."""
     is_best_case: bool
@@ -134,82 +143,46 @@ def _percentile(values: NDArray[np.float64], percentile: float) -> float:
     return float(np.percentile(values, percentile)) if len(values) else 0.0
 
 
-# %%% from time_shares.py:
-# Where the time of a worker went, from its recording; pure.
-#
-# The phases of steps divide the time of a worker without gaps. Between two steps it loads, evaluates, saves, or does
-# something else: what the loop of the user does, printing among it.
-
-_IDLE, _PREPARE, COMPUTE, _REDUCE, AGREE, _COMMIT = 1, 2, 3, 4, 5, 6
-SHARES: Final = ("loading", "compute", "gradients", "others", "update", "evaluating", "saving", "rest")
-"""Parts of the time, in the order of a step; `texts` has what the page calls them."""
-_BETWEEN: Final = {
-    "loading": EventKind.LOADING,
-    "evaluating": EventKind.EVALUATING,
-    "saving": EventKind.SAVING,
-}
-_OF_PHASE: Final = {_PREPARE: "rest", COMPUTE: "compute", _REDUCE: "gradients", AGREE: "others", _COMMIT: "update"}
-_SECOND: Final = 1e9
+def measure_steps(run: RunData) -> MeasuredSteps | None:
+    """Return what one generation of workers has measured; None if that is too little."""
+    tables = [each.table for each in run.workers if len(each.table)]
+    num_shards = run.listed.config.get("num_shards")
+    if not tables or not isinstance(num_shards, int):
+        return None
+    accumulate = run.listed.config.get("accumulate")
+    return measure_tables(tables, num_shards * (accumulate if isinstance(accumulate, int) else 1))
 
 
-def phases(table: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the phases of a recording as rows of (begin, end, phase, step), in nanoseconds of its clock.
-
-    The last one ends where the recording does.
-    """
-    rows = table[table["kind"] == EventKind.PHASE]
-    if not len(rows):
-        return np.empty((0, 4), np.int64)
-    last = max(int(table["begin"].max()), int(table["end"].max()))
-    ends = np.append(rows["begin"][1:], max(last, int(rows["begin"][-1])))
-    return np.stack([rows["begin"], ends, rows["index"], rows["step"]], axis=1).astype(np.int64)
-
-
-def time_shares(table: NDArray[Any]) -> dict[str, float]:
-    """Return the seconds of each of `SHARES` between the first and the last step of a recording."""
-    found = phases(table)
-    shares = dict.fromkeys(SHARES, 0.0)
-    if not len(found):
-        return shares
-    for phase, share in _OF_PHASE.items():
-        chosen = found[found[:, 2] == phase]
-        shares[share] += float((chosen[:, 1] - chosen[:, 0]).sum()) / _SECOND
-    idle = found[found[:, 2] == _IDLE, :2]
-    between = float((idle[:, 1] - idle[:, 0]).sum()) / _SECOND
-    for share, kind in _BETWEEN.items():
-        rows = table[(table["kind"] == kind) & (table["end"] > 0)]
-        inside = _overlap(idle, np.stack([rows["begin"], rows["end"]], axis=1)) / _SECOND
-        shares[share] = min(inside, between)
-        between -= shares[share]
-    shares["rest"] += between
-    return shares
-
-
-def _overlap(outer: NDArray[np.int64], inner: NDArray[np.int64]) -> float:
-    """Return how long both an interval of `outer`, which are in order and apart, and one of `inner` last."""
-    total = 0
-    position = 0
-    for begin, end in inner[np.argsort(inner[:, 0])].tolist():
-        while position < len(outer) and outer[position, 1] <= begin:
-            position += 1
-        place = position
-        while place < len(outer) and outer[place, 0] < end:
-            total += min(end, int(outer[place, 1])) - max(begin, int(outer[place, 0]))
-            place += 1
-    return float(total)
-
-
-# %%% from step_parts.py:
-# The parts of each step of one worker, which together are the whole step; pure.
-#
-# | rest: between two steps, prepare | compute           | exchange            | rest  | exchange | rest   |
-# |  loading  |                      | shard, shard, ... | until all are there |       | agree    | update |
-#                                                        ^ last gradient
+def measure_tables(tables: Sequence[NDArray[Any]], num_shards: int) -> MeasuredSteps | None:
+    """Return what the recorded events of the workers of one generation say; None if that is too little."""
+    found = [step_parts(table) for table in tables]
+    common = sorted(set.intersection(*(set(each) for each in found)))[_FIRST_STEPS:-1]  # the last one may be under way
+    if len(common) < _FEWEST:
+        return None
+    parts = [[each[step] for step in common] for each in found]
+    is_alone = len(tables) == 1
+    # The worker that comes last to an exchange waits for nobody there: its time is the cost of the exchange itself.
+    exchange = [] if is_alone else [min(each.exchange for each in at_once) for at_once in zip(*parts, strict=True)]
+    every = [each for of_worker in parts for each in of_worker]
+    return MeasuredSteps(
+        workers=len(tables),
+        num_shards=num_shards,
+        step=np.array([each.whole for each in every]),
+        shard=[np.array([e.compute / e.num_shards for e in each if e.num_shards]) for each in parts],
+        loading=np.array([each.loading for each in every]),
+        fixed=np.array([each.rest + (each.exchange if is_alone else 0.0) for each in every]),
+        exchange=np.array(exchange),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """A step of one worker, in seconds."""
+    """A step of one worker, in seconds; its parts together are the whole step.
+
+    | rest: between two steps, prepare | compute           | exchange            | rest  | exchange | rest   |
+    |  loading  |                      | shard, shard, ... | until all are there |       | agree    | update |
+                                                           ^ last gradient
+    """
 
     whole: float
     """From the end of the step before to its own."""
@@ -221,7 +194,6 @@ class StepParts:
     exchange: float
     """From the last gradient until all gradients are there, and agreeing on the step."""
     rest: float
-    """All else."""
 
 
 def step_parts(table: NDArray[Any]) -> dict[int, StepParts]:
@@ -270,41 +242,52 @@ def _events(table: NDArray[Any], kind: EventKind) -> Iterator[tuple[int, tuple[i
             yield step, (int(row["begin"]), seconds[step])
 
 
-# %%% from measured.py:
-# What the recording of a run says of its steps, for the forecast; pure.
+def time_shares(table: NDArray[Any]) -> dict[str, float]:
+    """Return the seconds of each of `SHARES` between the first and the last step of a recording.
 
-_FIRST_STEPS = 2
-"""So many steps at the beginning of a recording are left out: they make buffers, and choose kernels."""
-_FEWEST = 3
+    The phases of steps divide the time of a worker without gaps. Between two steps it loads, evaluates, saves, or does
+    something else: what the loop of the user does, printing among it.
+    """
+    found = phases(table)
+    shares = dict.fromkeys(SHARES, 0.0)
+    if not len(found):
+        return shares
+    for phase, share in _OF_PHASE.items():
+        chosen = found[found[:, 2] == phase]
+        shares[share] += float((chosen[:, 1] - chosen[:, 0]).sum()) / _SECOND
+    idle = found[found[:, 2] == _IDLE, :2]
+    between = float((idle[:, 1] - idle[:, 0]).sum()) / _SECOND
+    for share, kind in _BETWEEN.items():
+        rows = table[(table["kind"] == kind) & (table["end"] > 0)]
+        inside = _overlap(idle, np.stack([rows["begin"], rows["end"]], axis=1)) / _SECOND
+        shares[share] = min(inside, between)
+        between -= shares[share]
+    shares["rest"] += between
+    return shares
 
 
-def measure_steps(run: RunData) -> MeasuredSteps | None:
-    """Return what one generation of workers has measured; None if that is too little."""
-    tables = [each.table for each in run.workers if len(each.table)]
-    num_shards = run.listed.config.get("num_shards")
-    if not tables or not isinstance(num_shards, int):
-        return None
-    accumulate = run.listed.config.get("accumulate")
-    return measure_tables(tables, num_shards * (accumulate if isinstance(accumulate, int) else 1))
+def phases(table: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the phases of a recording as rows of (begin, end, phase, step), in nanoseconds of its clock.
+
+    The last one ends where the recording does.
+    """
+    rows = table[table["kind"] == EventKind.PHASE]
+    if not len(rows):
+        return np.empty((0, 4), np.int64)
+    last = max(int(table["begin"].max()), int(table["end"].max()))
+    ends = np.append(rows["begin"][1:], max(last, int(rows["begin"][-1])))
+    return np.stack([rows["begin"], ends, rows["index"], rows["step"]], axis=1).astype(np.int64)
 
 
-def measure_tables(tables: Sequence[NDArray[Any]], num_shards: int) -> MeasuredSteps | None:
-    """Return what the recorded events of the workers of one generation say; None if that is too little."""
-    found = [step_parts(table) for table in tables]
-    common = sorted(set.intersection(*(set(each) for each in found)))[_FIRST_STEPS:-1]  # the last one may be under way
-    if len(common) < _FEWEST:
-        return None
-    parts = [[each[step] for step in common] for each in found]
-    is_alone = len(tables) == 1
-    # The worker that comes last to an exchange waits for nobody there: its time is the cost of the exchange itself.
-    exchange = [] if is_alone else [min(each.exchange for each in at_once) for at_once in zip(*parts, strict=True)]
-    every = [each for of_worker in parts for each in of_worker]
-    return MeasuredSteps(
-        workers=len(tables),
-        num_shards=num_shards,
-        step=np.array([each.whole for each in every]),
-        shard=[np.array([e.compute / e.num_shards for e in each if e.num_shards]) for each in parts],
-        loading=np.array([each.loading for each in every]),
-        fixed=np.array([each.rest + (each.exchange if is_alone else 0.0) for each in every]),
-        exchange=np.array(exchange),
-    )
+def _overlap(outer: NDArray[np.int64], inner: NDArray[np.int64]) -> float:
+    """Return how long both an interval of `outer`, which are in order and apart, and one of `inner` last."""
+    total = 0
+    position = 0
+    for begin, end in inner[np.argsort(inner[:, 0])].tolist():
+        while position < len(outer) and outer[position, 1] <= begin:
+            position += 1
+        place = position
+        while place < len(outer) and outer[place, 0] < end:
+            total += min(end, int(outer[place, 1])) - max(begin, int(outer[place, 0]))
+            place += 1
+    return float(total)

@@ -8,9 +8,10 @@ from typing import Any
 
 from lockstep.checkpoint.step_files import find_checkpoints, peek_manifest
 from lockstep.errors import CheckpointError, RunDirectoryError
+from lockstep.recording.file_format import RECORDING_NAME
 from lockstep.recording.reading import FileEvents, read_recording
 from lockstep.report.metrics_file import read_metrics
-from lockstep.runs.directory import METRICS_NAME, RECORDING_NAME
+from lockstep.runs.directory import METRICS_NAME
 from lockstep.runs.listing import ListedRun, list_runs, read_starts
 
 
@@ -19,11 +20,9 @@ class RunData:
     name: str
     """How the page calls it."""
     listed: ListedRun
-    """State, progress, config, digest."""
     steps: Sequence[Mapping[str, Any]]
     """The rows of steps in metrics.jsonl."""
     epochs: Sequence[Mapping[str, Any]]
-    """The rows of epochs."""
     evaluations: Sequence[Mapping[str, Any]]
     """The rows of evaluations that a loop of the user's own has made."""
     changes: Sequence[Mapping[str, Any]]

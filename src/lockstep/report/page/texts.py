@@ -1,4 +1,4 @@
-"""Every text of the page, in English and in Chinese."""
+"""Every text of the page, in English and in Chinese, and its colours, readable on white and on black."""
 
 from html import escape
 from typing import Final
@@ -88,27 +88,6 @@ TEXTS: Final = {
     "made_by": ("made by Lockstep", "由 Lockstep 生成"),
 }
 """By name: English, Chinese."""
-
-
-# %%% from words.py:
-# Texts in both languages, of which the page shows one.
-
-
-def both(name: str) -> str:
-    """Return a text in both languages, as HTML; what has no text is its own."""
-    english, chinese = TEXTS.get(name, (name, name))
-    if english == chinese:
-        return escape(english)
-    return f'<span class="en">{escape(english)}</span><span class="zh">{escape(chinese)}</span>'
-
-
-def heading(name: str) -> str:
-    return f"<h3>{both(name) if name in TEXTS else escape(name.replace('_', ' '))}</h3>"
-
-
-# %%% from colours.py:
-# Colours of the page, readable on white and on black.
-
 RUN_COLOURS: Final = ("#4c78c8", "#e08a3c", "#4aa57a", "#b565b0", "#c8553d", "#3ea6b8", "#a58f2d", "#7b7fd4")
 """One for each run, or each curve of one run."""
 SHARE_COLOURS: Final = {
@@ -124,3 +103,15 @@ SHARE_COLOURS: Final = {
 """Of each part of the time."""
 AXIS_COLOUR: Final = "#87919c"
 """Of axes and labels."""
+
+
+def both(name: str) -> str:
+    """Return a text in both languages, as HTML; what has no text is its own."""
+    english, chinese = TEXTS.get(name, (name, name))
+    if english == chinese:
+        return escape(english)
+    return f'<span class="en">{escape(english)}</span><span class="zh">{escape(chinese)}</span>'
+
+
+def heading(name: str) -> str:
+    return f"<h3>{both(name) if name in TEXTS else escape(name.replace('_', ' '))}</h3>"

@@ -1,9 +1,12 @@
 """Trackers: what shows runs elsewhere, such as TensorBoard. They follow `metrics.jsonl`, which stays the source.
 
-protocol.py     what a tracker does
-following.py    the recorder that opens trackers, brings them up to the file, and gives them what comes
-known.py        the trackers that a config names, and whether their packages are installed
-callback.py     the same for a loop of one's own
+    a run begins, or is resumed      metrics.jsonl ends with the step to continue from
+    each tracker starts              it removes what is later, and says up to which update it is complete
+    the rows after that update       are given to it from the file
+    each event from then on          is given to it as it comes, after it was written to the file
+
+So a tracker that was killed with its process has neither a gap nor a doubled step afterwards.
+`known.py` has what a tracker does and those that a config names, `callback.py` the same for a loop of one's own.
 """
 
 import secrets
@@ -21,15 +24,7 @@ from lockstep.report.trackers.known import Ending, TrackedRun, Tracker, check_tr
 from lockstep.runs.directory import TRACKED_NAME
 from lockstep.secrets import hide_values
 
-# %%% from following.py:
-# The recorder that gives the rows of `metrics.jsonl` to trackers.
-#
-#     a run begins, or is resumed      metrics.jsonl ends with the step to continue from
-#     each tracker starts              it removes what is later, and says up to which update it is complete
-#     the rows after that update       are given to it from the file
-#     each event from then on          is given to it as it comes, after it was written to the file
-#
-# So a tracker that was killed with its process has neither a gap nor a doubled step afterwards.
+__all__ = ["Following", "TrackedRun", "Tracker", "check_trackers", "make_trackers"]
 
 _KINDS = {"step", "epoch", "evaluation"}
 _NOT_SHOWN = {"kind", "epoch", "step", "global_step", "weight"}
@@ -121,7 +116,6 @@ class Following:
 
 
 def _values_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a row, by the names that trackers show."""
     kind = row["kind"]
     if kind not in _KINDS:
         return {}
@@ -145,9 +139,3 @@ def _warn(name: str, error: BaseException) -> None:
         "metrics.jsonl has everything; the next resume brings the tracker up to date. (LS817)",
         stacklevel=3,
     )
-
-
-# %%% from __init__.py:
-# (the main part)
-
-__all__ = ["Following", "TrackedRun", "Tracker", "check_trackers", "make_trackers"]

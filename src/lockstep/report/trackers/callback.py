@@ -12,6 +12,7 @@ from lockstep.report.metrics_file import MetricsFile, Succession
 from lockstep.report.trackers import Following
 from lockstep.report.trackers.known import check_trackers, make_trackers
 from lockstep.runs.config import NamedTracker
+from lockstep.runs.directory import METRICS_NAME
 from lockstep.runs.fit import EpochSums, StepLosses
 
 
@@ -36,7 +37,7 @@ class Track(Callback):
     ) -> None:
         check_trackers(trackers)
         self._named = trackers
-        self._path = Path(folder) / "metrics.jsonl"
+        self._path = Path(folder) / METRICS_NAME
         self._config = config or {}
         self._recorder: Recorder | None = None
         self._following: Following | None = None

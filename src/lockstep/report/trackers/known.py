@@ -1,4 +1,4 @@
-"""The trackers that a config names, and whether their packages are installed. Needs no torch, until one is made."""
+"""What a tracker does, and the trackers that a config names. Needs no torch, until one is made."""
 
 import importlib
 import importlib.util
@@ -12,9 +12,6 @@ from typing import Any, Final, Literal, Protocol, final
 from lockstep.errors import ConfigError
 from lockstep.runs.config import NamedTracker
 from lockstep.runs.importing import call_object, import_object
-
-# %%% from protocol.py:
-# What a tracker does, and what it is told of a run.
 
 Ending = Literal["finished", "stopped", "failed"]
 """How a run has ended: at its end, on request, or with an error."""
@@ -62,9 +59,6 @@ class Tracker(Protocol):
         """Write what is not written yet, and close the run."""
 
 
-# %%% from known.py:
-# (the main part)
-
 _KNOWN = {
     "tensorboard": ("lockstep.report.trackers.known:TensorBoard", ("tensorboard", "tensorboardX")),
     "wandb": ("lockstep.report.trackers.known:WandB", ("wandb",)),
@@ -92,7 +86,6 @@ def check_trackers(named: Sequence[NamedTracker]) -> None:
 
 
 def make_trackers(named: Sequence[NamedTracker]) -> list[tuple[str, Tracker]]:
-    """Make the trackers of a config (local)."""
     check_trackers(named)
     return [(name, _make(name, options)) for name, options in map(_split, named)]
 
@@ -114,9 +107,6 @@ def _make(name: str, options: dict[str, Any]) -> Tracker:
 def _split(named: NamedTracker) -> tuple[str, dict[str, Any]]:
     return next(iter(named.items())) if isinstance(named, dict) else (named, {})
 
-
-# %%% from mlflow.py:
-# MLflow, in a local store or on a server.
 
 _RUN_TAG: Final = "lockstep.run"
 _MAX_QUEUED: Final = 500
@@ -165,7 +155,6 @@ class MLflow:
         return 0
 
     def log(self, global_step: int, values: Mapping[str, float]) -> None:
-        """Queue the numbers, and send the queue now and then."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -175,7 +164,6 @@ class MLflow:
             self._send()
 
     def end(self, ending: Ending) -> None:
-        """Send what is queued, and say how the run ended."""
         self._send()
         self._client.set_terminated(self._id, status=_STATUS[ending])
 
@@ -196,10 +184,6 @@ class MLflow:
         parameters = [Param(name, str(value)[:_MAX_TEXT]) for name, value in config.items()]
         for first in range(0, len(parameters), _MAX_PARAMETERS):
             self._client.log_batch(self._id, params=parameters[first : first + _MAX_PARAMETERS])
-
-
-# %%% from tensorboard.py:
-# TensorBoard's event files.
 
 
 @final
@@ -235,13 +219,8 @@ class TensorBoard:
             self._writer.add_scalar(name, value, global_step)
 
     def end(self, ending: Ending) -> None:
-        """Write what is queued."""
         del ending
         self._writer.close()
-
-
-# %%% from wandb.py:
-# Weights & Biases, online or offline.
 
 
 @final
@@ -275,5 +254,4 @@ class WandB:
             self._run.log(dict(values), step=global_step)
 
     def end(self, ending: Ending) -> None:
-        """Send what is queued."""
         self._run.finish(exit_code=1 if ending == "failed" else 0)
