@@ -17,12 +17,18 @@ from lockstep.checkpoint import CheckpointContents, VerificationResult, show_che
 from lockstep.checkpoint.interop.convert import convert_weights
 from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
+from lockstep.cli.main import DEBUG
 from lockstep.errors import CheckpointError
 
-# %%% from convert.py:
-# `lockstep checkpoint convert SOURCE TARGET`: write the weights of any known checkpoint in a common format.
-
 _MEGABYTE = 1_000_000
+_WIDTH_IN_FILES = 160
+_Path = Annotated[Path, typer.Argument(metavar="FILE|RUN_DIR", help="A checkpoint, or the directory of a run.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+checkpoint_app = typer.Typer(
+    name="checkpoint", help="Look into checkpoint files, and convert them.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 class Target(StrEnum):
@@ -46,7 +52,7 @@ def convert(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace TARGET if it exists.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
+    debug: DEBUG = False,
 ) -> None:
     """Write the weights of a checkpoint as plain .pt, safetensors or a folder of torch.distributed.checkpoint.
 
@@ -60,24 +66,11 @@ def convert(
         typer.echo(f"{target}: {done.form}, {done.num_tensors} tensors, {size}")
 
 
-# %%% from checkpoint.py:
-# (the main part)
-
-_WIDTH_IN_FILES = 160
-
-checkpoint_app = typer.Typer(
-    name="checkpoint", help="Look into checkpoint files, and convert them.", no_args_is_help=True, rich_markup_mode=None
-)
-
 checkpoint_app.command(name="convert")(convert)
-
-_Path = Annotated[Path, typer.Argument(metavar="FILE|RUN_DIR", help="A checkpoint, or the directory of a run.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-_Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")]
 
 
 @checkpoint_app.command(name="show")
-def show(path: _Path, as_json: _Json = False, debug: _Debug = False) -> None:
+def show(path: _Path, as_json: _Json = False, debug: DEBUG = False) -> None:
     """Show what is in a checkpoint: progress and config of the run, and its tensors. For a directory: in the newest.
 
     The tensors themselves are not read: `lockstep checkpoint verify` compares them with their checksums.
@@ -92,7 +85,7 @@ def show(path: _Path, as_json: _Json = False, debug: _Debug = False) -> None:
 
 
 @checkpoint_app.command(name="verify")
-def verify(path: _Path, as_json: _Json = False, debug: _Debug = False) -> None:
+def verify(path: _Path, as_json: _Json = False, debug: DEBUG = False) -> None:
     """Compare every byte with the checksums, and the weights with the digest. For a directory: all its checkpoints.
 
     Exit code 0 if all are equal, 1 if anything is damaged, 2 if a file is not a checkpoint or has a later format.

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
 from lockstep.cli.link_test import are_right, as_document, check_placement, show_links
-from lockstep.cli.main import command
+from lockstep.cli.main import DEBUG, command
 from lockstep.devices import Gpu, Holder, Inventory, Placement, choose_devices, place_workers, take_inventory
 from lockstep.devices.choose import find_unseen_bytes
 from lockstep.devices.inventory import describe_bytes, describe_holder, gpu_number
@@ -36,7 +36,7 @@ def devices(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="With --test: take GPUs that others use, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
+    debug: DEBUG = False,
 ) -> None:
     """Show the GPUs, the processes that use them, the CPU, and what `auto` would take right now.
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.cli.failures import failures_shown
-from lockstep.cli.main import command
-from lockstep.cli.options import CODE, DEBUG, DEVICES, FORCE, OVERRIDES, SAVED, WEIGHTS, WORKERS, call_on_saved
+from lockstep.cli.main import DEBUG, FORCE, command
+from lockstep.cli.options import CODE, DEVICES, OVERRIDES, SAVED, WEIGHTS, WORKERS, call_on_saved
 from lockstep.launch.messages import Run
 from lockstep.runs.opening import SavedRun, find_saved_run
 

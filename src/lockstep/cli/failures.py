@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,35 +15,12 @@ from lockstep.errors import LockstepError, UsageError, WorkerFailedError
 from lockstep.explanations import codes_in
 from lockstep.launch.exits import describe_failures, has_users_frame, users_part
 
-# %%% from redirected.py:
-# Noticing that a shell has taken the condition of `auto:3>=20GiB` for a redirection.
-
-_CONDITION = re.compile(r"=\s*(\d+(?:\.\d+)?\s*(?:gib|gb|mib|mb))", re.IGNORECASE)
-
-
-def check_not_redirected(descriptor: int = 1) -> None:
-    """Refuse to write to a file such as `=20GiB`, which a shell makes of `auto:3>=20GiB` without quotes."""
-    try:
-        target = Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115 - the link's own text
-    except OSError:  # not Linux
-        return
-    if (found := _CONDITION.fullmatch(target.name)) is not None:
-        raise UsageError(
-            f"Standard output is the file {target.name}: the shell has read `>{target.name}` as a redirection, so the "
-            f"condition on free memory is lost. Write it as @{found[1]}, for example device_ids=auto:3@{found[1]}, and "
-            f"delete the file {target}. (LS820)"
-        )
-
-
-# %%% from failures.py:
-# (the main part)
-
 USAGE_EXIT = 2
 FAILURE_EXIT = 1
 RESUME_EXIT = 75
 """EX_TEMPFAIL of sysexits.h: the run was stopped by a request and can be resumed."""
 INTERRUPTED_EXIT = 130
-_LIBRARIES = ("stdlib", "purelib", "platlib")
+_CONDITION = re.compile(r"=\s*(\d+(?:\.\d+)?\s*(?:gib|gb|mib|mb))", re.IGNORECASE)
 
 
 @contextmanager
@@ -85,12 +61,11 @@ def _shorten(error: WorkerFailedError) -> str:
     """Return the report of the workers with the user's part of their tracebacks."""
     if str(error) != describe_failures(error.failures):
         return str(error)
-    libraries = [str(Path(__file__).parent.parent), *(sysconfig.get_path(kind) for kind in _LIBRARIES), "<frozen "]
     # An error of ours with a code says what to do; where there is no line of the user's, frames would say nothing.
     short = [
         replace(each, traceback="")
-        if codes_in(str(each.error)) and not has_users_frame(each.traceback, libraries)
-        else replace(each, traceback=users_part(each.traceback, libraries))
+        if codes_in(str(each.error)) and not has_users_frame(each.traceback)
+        else replace(each, traceback=users_part(each.traceback))
         for each in error.failures
     ]
     text = describe_failures(short)
@@ -107,3 +82,17 @@ def _echo(text: str) -> None:
     """Print a message, and the command that shows the pages of its codes."""
     codes = codes_in(text)
     typer.echo(f"{text}\n`lockstep explain {' '.join(codes)}` says more." if codes else text, err=True)
+
+
+def check_not_redirected(descriptor: int = 1) -> None:
+    """Refuse to write to a file such as `=20GiB`, which a shell makes of `auto:3>=20GiB` without quotes."""
+    try:
+        target = Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115 - the link's own text
+    except OSError:  # not Linux
+        return
+    if (found := _CONDITION.fullmatch(target.name)) is not None:
+        raise UsageError(
+            f"Standard output is the file {target.name}: the shell has read `>{target.name}` as a redirection, so the "
+            f"condition on free memory is lost. Write it as @{found[1]}, for example device_ids=auto:3@{found[1]}, and "
+            f"delete the file {target}. (LS820)"
+        )

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.failures import failures_shown
-from lockstep.cli.main import command
+from lockstep.cli.main import DEBUG, command
 from lockstep.errors import UsageError
 
 _NUM_PICTURES = 40
@@ -40,7 +40,7 @@ def init(
         str, typer.Argument(metavar=f"[{'|'.join(_KINDS)}]", help="What the data are.", autocompletion=_complete_kind)
     ] = DataKind.blank,
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to write.")] = Path(),
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
+    debug: DEBUG = False,
 ) -> None:
     """Write mine.yaml and mine.py, which train at once, and a few sample data.
 

@@ -25,12 +25,9 @@ _WIDTH_IN_FILES = 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendLinks:
-    """What one backend's all-reduces came to."""
-
     backend: str
     """"nccl", "gloo" or "shm"."""
     device: str
-    """Type of device of the tensors."""
     reports: Sequence[LinkReport]
     """For each pair, and for all; fewer if a call did not end."""
     warning: str = ""
@@ -38,16 +35,12 @@ class BackendLinks:
 
 
 def check_placement(placement: Placement) -> list[BackendLinks]:
-    """Start a worker on each device and check the links between them.
-
-    The backends are those that training uses: that of the devices, shared memory and Gloo.
-    """
+    """Start a worker on each device and check their links, by the backends of training: theirs, shared memory, Gloo."""
     found: list[list[BackendLinks]] = launch(_check_worker, devices=placement)
     return found[0]
 
 
 def show_links(links: Sequence[BackendLinks], placement: Placement) -> None:
-    """Print a table with a row for each pair, and the verdict."""
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH_IN_FILES
@@ -83,7 +76,6 @@ def are_right(links: Sequence[BackendLinks]) -> bool:
 
 
 def as_document(links: Sequence[BackendLinks]) -> list[dict[str, Any]]:
-    """Return what `--json` prints of them."""
     return [asdict(each) for each in links]
 
 

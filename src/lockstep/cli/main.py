@@ -29,10 +29,11 @@ _COMMANDS = {
 }
 """What `lockstep --help` says of each command; `lockstep.cli.NAME.COMMAND` is a typer app with it."""
 
+DEBUG = Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")]
+FORCE = Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")]
+
 
 class LazyCommands(TyperGroup):
-    """The commands, each imported when it is looked up."""
-
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         return list(_COMMANDS)
 
@@ -62,6 +63,18 @@ app = typer.Typer(
 )
 
 
+def command(
+    function: Callable[..., None],
+    *,
+    cls: type[TyperCommand] = TyperCommand,
+    context_settings: Mapping[str, Any] | None = None,
+) -> typer.Typer:
+    """Return a typer app with this function as its only command, as `LazyCommands` finds it in each module."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(cls=cls, context_settings=dict(context_settings or {}))(function)
+    return app
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"lockstep {VERSION}")
@@ -87,19 +100,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-# %%% from command.py:
-# Making a command out of a function, as `main.py` finds it in each module of this package.
-
-
-def command(
-    function: Callable[..., None],
-    *,
-    cls: type[TyperCommand] = TyperCommand,
-    context_settings: Mapping[str, Any] | None = None,
-) -> typer.Typer:
-    """Return a typer app with this function as its only command."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(cls=cls, context_settings=dict(context_settings or {}))(function)
-    return app

@@ -1,4 +1,4 @@
-"""`--resume [PATH]`: an option whose value may be left out, which typer does not support before arguments."""
+"""What several commands have in common: `--resume [PATH]`, which config is meant, options of a saved run's commands."""
 
 import difflib
 import re
@@ -21,13 +21,32 @@ _WITH_VALUE = frozenset({"--allow"})
 """Other options whose value is the next argument."""
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _CONFIG = re.compile(r".*\.ya?ml", re.IGNORECASE)
+_PACKAGE = Path(__file__).parent.parent
+_FOLDERS = (_PACKAGE / "examples", _PACKAGE.parent.parent / "examples")
+"""Where examples are: in the wheel, and in a checkout."""
+
+SAVED = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run directory, or a checkpoint.")]
+OVERRIDES = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run's config.")
+]
+WORKERS = Annotated[int | None, typer.Option("--workers", min=1, help="Number of workers.  [default: the config's]")]
+DEVICES = Annotated[str | None, typer.Option("--devices", help="As device_ids in a config.  [default: the config's]")]
+CODE = Annotated[
+    Path | None,
+    typer.Option("--code", help="The folder of the modules that the config names.  [default: that of the run]"),
+]
+WEIGHTS = Annotated[
+    str | None, typer.Option("--weights", help="ema or swa: the averaged weights of the checkpoint, not its own.")
+]
 
 
 class ResumingCommand(TyperCommand):
-    """A command with an option `--resume [PATH]` and the arguments CONFIG and KEY=VALUE."""
+    """A command with an option `--resume [PATH]` and the arguments CONFIG and KEY=VALUE.
+
+    Typer does not support an option whose value may be left out before arguments.
+    """
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Add the value that `--resume` may lack, then parse the arguments."""
         return super().parse_args(ctx, give_value(args))
 
 
@@ -62,14 +81,6 @@ def _positional_indices(args: Sequence[str]) -> Iterator[int]:
         is_value = index > 0 and args[index - 1] in _WITH_VALUE
         if not (argument.startswith("-") or is_value or _OVERRIDE.match(argument)):
             yield index
-
-
-# %%% from configs.py:
-# Finding the config that a command was given: a file, or the name of an example.
-
-_PACKAGE = Path(__file__).parent.parent
-_FOLDERS = (_PACKAGE / "examples", _PACKAGE.parent.parent / "examples")
-"""Where examples are: in the wheel, and in a checkout."""
 
 
 def find_examples() -> Mapping[str, Path]:
@@ -109,26 +120,6 @@ def complete_config(incomplete: str) -> list[str]:
     found = [path for path in here.glob(f"{start}*") if path.suffix in {".yaml", ".yml"} or path.is_dir()]
     paths = [f"{prefix}{path.name}{'/' if path.is_dir() else ''}" for path in sorted(found)]
     return [*paths, *([name for name in find_examples() if name.startswith(incomplete)])]
-
-
-# %%% from saved_options.py:
-# What `lockstep evaluate` and `lockstep predict` have in common: their options, and calling workers.
-
-SAVED = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run directory, or a checkpoint.")]
-OVERRIDES = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run's config.")
-]
-WORKERS = Annotated[int | None, typer.Option("--workers", min=1, help="Number of workers.  [default: the config's]")]
-DEVICES = Annotated[str | None, typer.Option("--devices", help="As device_ids in a config.  [default: the config's]")]
-FORCE = Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")]
-CODE = Annotated[
-    Path | None,
-    typer.Option("--code", help="The folder of the modules that the config names.  [default: that of the run]"),
-]
-WEIGHTS = Annotated[
-    str | None, typer.Option("--weights", help="ema or swa: the averaged weights of the checkpoint, not its own.")
-]
-DEBUG = Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")]
 
 
 def call_on_saved(

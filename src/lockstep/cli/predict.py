@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.failures import failures_shown
-from lockstep.cli.main import command
-from lockstep.cli.options import CODE, DEBUG, DEVICES, FORCE, OVERRIDES, SAVED, WEIGHTS, WORKERS, call_on_saved
+from lockstep.cli.main import DEBUG, FORCE, command
+from lockstep.cli.options import CODE, DEVICES, OVERRIDES, SAVED, WEIGHTS, WORKERS, call_on_saved
 from lockstep.errors import UsageError
 from lockstep.launch.messages import Run
 from lockstep.runs.opening import SavedRun, find_saved_run
@@ -79,7 +79,6 @@ def predict_worker(
     parts: Path,
     start: int,
 ) -> int:
-    """Predict in one worker; return the number of samples."""
     from lockstep.runs.predict import PredictRequest, predict_saved
 
     def tell(done: int, num_samples: int | None) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.failures import failures_shown
-from lockstep.cli.main import command
+from lockstep.cli.main import DEBUG, command
 from lockstep.errors import UsageError
 
 _NAME = "report.html"
@@ -17,7 +17,7 @@ def report(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file.  [default: report.html in RUN_DIR, or here]")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
+    debug: DEBUG = False,
 ) -> None:
     """Write one HTML file about runs: curves, where the time goes, the last steps, other numbers of workers, config.
 

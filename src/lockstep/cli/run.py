@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.failures import failures_shown
-from lockstep.cli.main import command
+from lockstep.cli.main import DEBUG, FORCE, command
 from lockstep.devices import place_workers
 from lockstep.errors import UsageError
 from lockstep.launch.output import print_message
@@ -58,7 +58,7 @@ def run(  # the options are the interface
         str | None,
         typer.Option(help="auto, auto:3, auto:3@20GiB, cpu, cpu:2, GPU numbers such as 0,2,5, UUIDs.  [default: auto]"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")] = False,
+    force: FORCE = False,
     threads_per_worker: Annotated[
         int | None,
         typer.Option(min=1, help="OMP_NUM_THREADS.  [default: its value, or cores / workers]"),
@@ -108,7 +108,7 @@ def run(  # the options are the interface
             callback=_refuse_several_hosts,
         ),
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
+    debug: DEBUG = False,
 ) -> None:
     """Start a script once per worker on this host, as torchrun does."""
     with failures_shown(debug=debug):

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.cli.failures import failures_shown
-from lockstep.cli.main import command
+from lockstep.cli.main import DEBUG, command
 from lockstep.errors import UsageError
 from lockstep.runs.listing import ListedRun, find_differences, list_runs
 
@@ -28,7 +28,7 @@ def runs(
         list[Path] | None, typer.Argument(metavar="FOLDER", help="Folders of runs.  [default: runs, or this one]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
+    debug: DEBUG = False,
 ) -> None:
     """List runs: state, progress, who runs them where, metrics, digest, and what differs in their configs."""
     with failures_shown(debug=debug):

@@ -7,7 +7,7 @@ import typer
 
 from lockstep.channel.table import Message
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
-from lockstep.cli.main import command
+from lockstep.cli.main import DEBUG, command
 from lockstep.errors import UsageError
 from lockstep.launch.control import ask, connect
 
@@ -21,7 +21,7 @@ def scale(
     release: Annotated[
         str | None, typer.Option(metavar="GPU", help="A GPU that the run is to give back: GPU2, 2, or its UUID.")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
+    debug: DEBUG = False,
 ) -> None:
     """Change the number of workers of a run that trains, between two of its steps. No bit of the result changes.
 
@@ -39,7 +39,6 @@ def scale(
 
 
 def change(run_dir: Path, request: Message) -> None:
-    """Send a request to the launcher of a run, and print its answers."""
     try:
         client = connect(run_dir)
     except PermissionError as error:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.cli.failures import failures_shown
-from lockstep.cli.main import command
+from lockstep.cli.main import DEBUG, FORCE, command
 from lockstep.cli.options import ResumingCommand, complete_config, find_config
 from lockstep.cli.train_ending import EndedRun, Finished, Stopped, cleaning_up, show_ending
 from lockstep.devices import Placement, place_workers
@@ -32,11 +32,12 @@ from lockstep.launch.launcher import LaunchSettings, call_on_workers
 from lockstep.launch.messages import Run
 from lockstep.launch.starting import StartAgain
 from lockstep.processes.stop_signals import StopRequest, handle_stop_signals, ignore_stop_signals, stop_signals_handled
+from lockstep.recording.file_format import RECORDING_NAME
 from lockstep.report import MetricsFile, PlainLines, ProgressBar, Succession, sum_epoch
 from lockstep.report.trackers import Following, check_trackers, make_trackers
 from lockstep.runs.changes import check_names
 from lockstep.runs.config import Config, read_config
-from lockstep.runs.directory import METRICS_NAME, RECORDING_NAME
+from lockstep.runs.directory import METRICS_NAME
 from lockstep.runs.opening import OpenedRun, OpenRequest, open_run
 from lockstep.settings import WorldVariables, read_settings
 
@@ -76,8 +77,8 @@ def train(
         int | None,
         typer.Option(metavar="BATCHES", min=1, help="Train and evaluate on the first BATCHES batches alone."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
+    force: FORCE = False,
+    debug: DEBUG = False,
 ) -> None:
     """Train the model of a config file.
 
@@ -133,8 +134,6 @@ def _dry_run_directory() -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a worker needs to train."""
-
     config: Config
     run_dir: Path
     resume: "Resume | None"
@@ -144,7 +143,6 @@ class Job:
 
 
 def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[str], *, force: bool) -> EndedRun:
-    """Start workers, and return how the run ended."""
     config = wanted.config
     placement = place_workers(config.device_ids, workers=config.workers, force=force, max_workers=config.num_shards)
     config.check_workers(len(placement.devices))

@@ -25,15 +25,12 @@ class Finished:
     test: Mapping[str, float]
     """Mean of each metric over the test set."""
     num_test_samples: float
-    """How many samples they are of."""
     num_right: float | None
     """How many of them are right; None without accuracy."""
     is_saved: bool
-    """Whether the last checkpoint is on the disk."""
     finish: str | None
     """What the config's `finish` function returned."""
     fingerprint: str
-    """What the digest depends on."""
     digest: str
     others: Sequence[str]
     """Which of the metrics are not of the test set."""
@@ -46,7 +43,6 @@ class Stopped:
     """What a worker sends of a run that has stopped on request."""
 
     checkpoint: Path
-    """The checkpoint to continue from."""
     epoch: int
     """Epoch of the next step, from 0."""
     step: int

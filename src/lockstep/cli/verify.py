@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.cli.failures import FAILURE_EXIT, failures_shown
-from lockstep.cli.main import command
+from lockstep.cli.main import DEBUG, FORCE, command
 from lockstep.cli.options import complete_config, find_config
 from lockstep.devices import Placement, parse_request, place_workers, resized
 from lockstep.errors import UsageError, counted
@@ -37,8 +37,8 @@ def verify(
         str, typer.Option("--workers", help="Numbers of workers to compare; a single number is run twice.")
     ] = "1,2",
     steps: Annotated[int, typer.Option("--steps", min=1, help="How many steps to train with each number.")] = 20,
-    force: Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")] = False,
+    force: FORCE = False,
+    debug: DEBUG = False,
 ) -> None:
     """Train a few steps on several numbers of workers and compare the digests of the weights.
 
