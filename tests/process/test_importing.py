@@ -38,12 +38,12 @@ WITHOUT_TORCH = {
     ),
     "doctor.scripts": "data_rules device_rules rank_rules source",
     "launch": (
-        "continuation control descriptors elastic environment exits external fencing forwarding guardian launch_recorder "
-        "launcher membership messages nesting output pickling port_guard requests restarts results scaling "
-        "script_entry scripts sessions signals started_worker starting store supervision tcp_owner unpicklable "
-        "worker_pool"
+        "continuation control descriptors elastic environment exits external fencing forwarding guardian "
+        "launch_recorder launcher membership messages nesting output pickling port_guard requests restarts results "
+        "scaling script_entry scripts sessions signals started_worker starting store supervision tcp_owner "
+        "unpicklable worker_pool"
     ),
-    "processes": "ending forking host stop_signals",
+    "processes": "ending forking host stop_signals user_line",
     "recording": "file_format reading stacks writing",
     "report": "curves metrics_file page progress trackers",
     "report.page": "figures measure run_data texts",

@@ -34,7 +34,6 @@ OTHERS_CODE = {
         "comm/shm/rendezvous.py: _read_reason",
         "checkpoint/saver.py: Saver.__exit__",
         "cli/check.py: check",
-        "comm/user_line.py: warn_at_user_line",
         "engine/recovery.py: _log",
         "engine/state_file.py: raise_on_all_ranks",
         "launch/requests.py: ScaleRequests._resize",

@@ -27,7 +27,6 @@ from lockstep.checkpoint.header import (
     header_length,
 )
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
-from lockstep.checkpoint.step_files import MANIFEST_KEY
 from lockstep.checkpoint.throttle import Pause, no_pause
 from lockstep.errors import CheckpointError
 
@@ -37,6 +36,7 @@ Part = tuple[str, torch.dtype, Sequence[int], bytes | memoryview]
 OPTIMIZER_PREFIX = "optimizer/"
 """Prefix of the names of all tensors that are not parameters or buffers of the model."""
 
+MANIFEST_KEY = "lockstep"
 _CHUNK_BYTES = 1 << 20
 """Bytes for which a checksum is computed before they are written: few enough to stay in the CPU cache in between."""
 _DIGEST_CHUNK_BYTES = 1 << 22

@@ -34,4 +34,4 @@ def test_a_killed_process_is_found_and_one_that_cannot_be_watched_is_not() -> No
 
 def _process_of(pid: int) -> object:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return replace(own_process(), pid=pid, started=fields[19])
+    return replace(own_process(), pid=pid, started=int(fields[19]))

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.doctor.stacks import read_main_stack, take_stack, user_frame
+from lockstep.doctor.stacks import read_main_stack, take_stack
 from lockstep.doctor.system import look_at
+from lockstep.processes.user_line import find_user_stack_line
 from lockstep.recording import stacks
 
 WRITTEN = """Thread 0x00007f01 (most recent call first):
@@ -25,13 +26,13 @@ Current thread 0x00007f02 (most recent call first):
 
 def test_the_main_thread_is_the_last_one() -> None:
     stack = read_main_stack(WRITTEN)
-    assert [frame.line for frame in stack] == ["171", "31", "40"]
+    assert [line.number for line in stack] == [171, 31, 40]
 
 
 def test_the_users_line_is_the_innermost_outside_libraries() -> None:
-    frame = user_frame(read_main_stack(WRITTEN), libraries=("/usr/lib/python3.11",))
+    frame = find_user_stack_line(read_main_stack(WRITTEN), ("/usr/lib/python3.11",))
     assert str(frame) == "/home/a b/train.py:31 in hook"
-    assert user_frame([], libraries=()) is None
+    assert find_user_stack_line([]) is None
 
 
 IN_DISK_SLEEP = """

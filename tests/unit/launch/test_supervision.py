@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.supervision import patience_after
+from lockstep.launch.exits import patience_after
 
 
 def failed(exit_code: int | None, *, is_consequence: bool = False) -> Any:
@@ -24,4 +24,4 @@ def failed(exit_code: int | None, *, is_consequence: bool = False) -> Any:
     ],
 )
 def test_a_kill_is_the_cause_and_an_error_about_another_worker_is_not(workers: list[Any], expected: float) -> None:
-    assert patience_after(workers) == expected
+    assert patience_after(workers, 0.5) == expected

@@ -219,4 +219,4 @@ def test_a_group_without_a_cpu_backend_waits_for_the_status_and_once_for_all_cou
     for waits in run_ranks(2, program):
         for found in waits[1:]:
             assert len(found) == 2, found
-            assert all("status_message" in wait for wait in found)
+            assert all("reduce/status" in wait for wait in found)

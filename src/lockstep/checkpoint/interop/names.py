@@ -9,6 +9,8 @@ removed only if *all* names begin with this path component. Text is never replac
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from lockstep.errors import counted
+
 WRAPPER = "module"
 """The attribute under which DataParallel and DistributedDataParallel hold the model."""
 COMPILED = "_orig_mod"

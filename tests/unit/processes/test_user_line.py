@@ -5,7 +5,7 @@ import sys
 import time
 from types import CodeType, FunctionType
 
-from lockstep.comm.user_line import find_user_frame
+from lockstep.processes.user_line import find_user_frame
 
 
 def test_the_first_lines_of_a_worker_are_not_the_users() -> None:
