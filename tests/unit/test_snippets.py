@@ -8,14 +8,18 @@ import inspect
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import typer
 from ruamel.yaml import YAML
+from tests.unit.page_names import make_names
+from torch import Tensor
 
 import lockstep as ls
 from lockstep.cli.main import app
@@ -23,6 +27,23 @@ from lockstep.runs.config import Config, parse_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").glob("**/*.md"), *ROOT.glob("*.md")])
+
+
+def example(value: Any) -> str:
+    """Return the lines that a docstring shows before its sections; empty if there are none."""
+    before_sections = re.split(
+        r"^(?:Args|Returns|Raises|Attributes):$", inspect.getdoc(value) or "", flags=re.MULTILINE
+    )[0]
+    return "\n\n".join(dedent(block) for block in re.findall(r"(?:^    .*\n*)+", before_sections, re.MULTILINE))
+
+
+@contextmanager
+def single_rank_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
@@ -68,6 +89,45 @@ def test_each_name_of_the_package_that_a_page_spells_out_exists(page: Path) -> N
             else:
                 source = (place / "__init__.py" if place.is_dir() else place).read_text("utf-8")
                 assert re.search(rf"^(class |def |from .*\b|    ){name}\b", source, re.MULTILINE), path
+
+
+NOT_RUN = {
+    "DataParallel",
+    "Elastic",
+    "ReduceLROnPlateau",
+    "Stream",
+    "init_process_group",
+    "launch",
+    "ordered_all_reduce",
+}
+"""Examples that need workers, GPUs, or what the reader has: they are only read."""
+
+
+@pytest.mark.parametrize("name", [name for name in ls.__all__ if example(getattr(ls, name))])
+def test_the_example_of_a_public_name_is_true(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = example(getattr(ls, name))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call):
+            check_call(node)
+    if name not in NOT_RUN:
+        monkeypatch.chdir(tmp_path)
+        with single_rank_group():
+            names = make_names()
+            data = {
+                "train_set": names["dataset"],
+                "test_set": names["dataset"],
+                "net": names["model"],
+                "targets": names["labels"],
+            }
+            exec(compile(text, name, "exec"), names | data | {"Tensor": Tensor})
+
+
+def test_what_people_use_most_has_an_example() -> None:
+    classes_and_functions = {name for name in ls.__all__ if callable(getattr(ls, name)) and not name.endswith("Error")}
+    assert {name for name in classes_and_functions if not example(getattr(ls, name))} <= {
+        "ShardedBatch",
+        "destroy_process_group",
+    }
 
 
 def is_there(module: str, name: str) -> bool:

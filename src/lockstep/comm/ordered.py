@@ -125,6 +125,8 @@ def ordered_all_reduce(
 def ordered_hook(state: ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of torch's DistributedDataParallel in tree order; its register_comm_hook takes this.
 
+        torch.nn.parallel.DistributedDataParallel(model).register_comm_hook(None, ls.ordered_hook)
+
     Rank r holds shard r. The hook returns when the bucket is reduced: nothing of the backward overlaps with it. The
     sum is divided, not what is added: where half precision may overflow, scale the loss.
 

@@ -44,6 +44,8 @@ _MAX_IN_FLIGHT = 2
 def ring_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sum `tensor` over the ranks of `group`, in place (collective: every rank of the group calls).
 
+        total = ls.ring_all_reduce(torch.ones(3))    # as many as there are ranks, on each of them
+
     Before the first chunk the ranks compare shape and dtype, in a small message.
 
     Memory beside the tensor: two chunks of 2 MiB; for a non-contiguous tensor a contiguous copy.
@@ -76,6 +78,8 @@ def ring_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor
 
 def ring_hook(state: ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of torch's DistributedDataParallel around the ring; its register_comm_hook takes this.
+
+        torch.nn.parallel.DistributedDataParallel(model).register_comm_hook(None, ls.ring_hook)
 
     Gradients are divided before they are added, as torch does, so that half precision does not overflow. The hook
     returns when the bucket is reduced: nothing of the backward overlaps with it.

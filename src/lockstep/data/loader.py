@@ -41,6 +41,11 @@ _NUM_COMPARED = 12
 class ShardedLoader:
     """Load a data set in global batches that are cut into shards.
 
+        loader = ls.ShardedLoader(dataset, batch_size=32, num_shards=8, seed=0)    # 32 samples over all workers
+        for epoch in range(2):
+            for batch in loader.epoch(epoch):
+                trainer.step(batch)
+
     The global batch of a step depends on (seed, epoch, step) alone. The last batch of an epoch is smaller where the
     batch size does not divide the data set: nothing is padded, and nothing is dropped without `drop_last`.
 

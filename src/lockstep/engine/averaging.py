@@ -71,6 +71,11 @@ class AveragedWeights(Callback):
 class EMA(AveragedWeights):
     """The exponential moving average of the weights: `average = decay * average + (1 - decay) * weights` in each step.
 
+        ema = ls.EMA(0.999)
+        trainer = ls.Trainer(model, optimizer, loss=loss_fn, num_shards=8, seed=0, callbacks=[ema])
+        trainer.step(batch)
+        ema.copy_to(Net())
+
     A step that is skipped leaves it as it is.
 
     Args:
@@ -104,6 +109,9 @@ class EMA(AveragedWeights):
 @final
 class SWA(AveragedWeights):
     """The mean of the weights at the ends of epochs (stochastic weight averaging); until it begins, the last of them.
+
+        swa = ls.SWA(start_epoch=15)    # Izmailov et al., "Averaging Weights Leads to Wider Optima", arXiv:1803.05407
+        trainer = ls.Trainer(model, optimizer, loss=loss_fn, num_shards=8, seed=0, callbacks=[swa])
 
     Running statistics of BatchNorm are averaged as well. Those of the averaged weights are better: see
     `Trainer.update_batchnorm`.

@@ -26,6 +26,11 @@ from lockstep.recording import EventKind, own_recorder
 class Callback:
     """What a trainer calls at named moments; override the methods of those that you want.
 
+        class Stop(ls.Callback):
+            def on_evaluate(self, trainer, values):
+                if values["accuracy"] > 0.99:
+                    trainer.request_end("it is good enough")
+
     Every worker makes one of its own and calls it alike. What it computes must follow from what is the same on all
     workers (the trainer, results of steps and evaluations), unless it only shows something. To end the training it
     calls `trainer.request_end`, which holds for all workers, whichever has called it.

@@ -315,6 +315,12 @@ def _is_not_distributed() -> bool:
 def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
     """Count the predictions that are right.
 
+        def metric(model, batch):
+            inputs, labels = batch
+            return {"accuracy": ls.accuracy(model(inputs), labels)}
+
+        print(trainer.evaluate(loader, metric)["accuracy"])
+
     Args:
         output: Scores, [N, C, ...] as `torch.nn.functional.cross_entropy` takes them, or [N, ..., C].
         target: Class numbers, [N, ...].

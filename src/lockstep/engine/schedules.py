@@ -27,6 +27,9 @@ def make_schedule(
 ) -> LambdaLR:
     """Return a scheduler for `Trainer(scheduler=...)`, which steps it once per step.
 
+        schedule = ls.make_schedule(optimizer, "cosine", num_steps=1000, warmup=0.05)
+        trainer = ls.Trainer(model, optimizer, loss=loss_fn, num_shards=8, seed=0, scheduler=schedule)
+
     Args:
         optimizer: The optimizer; its rates are those after the warm-up.
         kind: "constant", "linear" or "cosine".

@@ -13,6 +13,10 @@ PLACE = "place"
 class StepPlace:
     """Which shard of which step a loss function computes: `def loss(model, batch, place)`.
 
+        def loss(model: nn.Module, batch: tuple[Tensor, Tensor], place: ls.StepPlace) -> Tensor:
+            strength = min(1.0, place.global_step / 1000)
+            return strength * loss_fn(model, batch)
+
     It takes the place of a counter, which would count the shards that this worker runs and so depend on the number of
     workers. All numbers count from 0.
     """

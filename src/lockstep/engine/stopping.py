@@ -25,6 +25,10 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+")
 class EarlyStopping(Callback):
     """Ends the training when a metric has not become better for some evaluations.
 
+        trainer = ls.Trainer(
+            model, optimizer, loss=loss_fn, num_shards=8, seed=0, callbacks=[ls.EarlyStopping("accuracy", patience=5)]
+        )
+
     Args:
         metric: Its name, as `on_evaluate` gets it.
         patience: How many evaluations in a row without an improvement end the training.
@@ -115,6 +119,8 @@ class EarlyStopping(Callback):
 class MaxSteps(Callback):
     """Ends the training after some steps of the run, resumed or not.
 
+        trainer = ls.Trainer(model, optimizer, loss=loss_fn, num_shards=8, seed=0, callbacks=[ls.MaxSteps(1000)])
+
     Args:
         steps: How many.
 
@@ -144,6 +150,8 @@ class MaxSteps(Callback):
 @final
 class MaxTime(Callback):
     """Ends the training after a time, which goes on counting when the run is resumed; all workers end after one step.
+
+        trainer = ls.Trainer(model, optimizer, loss=loss_fn, num_shards=8, seed=0, callbacks=[ls.MaxTime(3600)])
 
     Args:
         seconds: How long; from the first step on, evaluations and saves included.
@@ -195,6 +203,9 @@ class MaxTime(Callback):
 @final
 class Freeze(Callback):
     """Freezes parameters until an epoch begins, and trains them from then on.
+
+        freeze = ls.Freeze("body.*", until_epoch=3)
+        trainer = ls.Trainer(model, optimizer, loss=loss_fn, num_shards=8, seed=0, callbacks=[freeze])
 
     The optimizer is made over all parameters as ever: those that are frozen have no gradient, and it leaves them out.
     Whether a parameter is frozen follows from the place in the data, so there is no state to save.

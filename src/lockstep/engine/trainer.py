@@ -45,6 +45,13 @@ Result = TypeVar("Result")
 class Trainer:
     """Train a model on sharded batches, with every worker of a group or alone.
 
+        model = Net().to(run.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        trainer = ls.Trainer(model, optimizer, loss=loss_fn, num_shards=8, seed=0)
+        for batch in loader.epoch(0):
+            result = trainer.step(batch)
+        print(trainer.digest())    # the same on any number of workers
+
     For a fixed seed, data, number of shards and number of threads per worker, parameters and buffers have the same bits
     after every step on any number of workers: gradients are added in the order of a tree over shards ([Note: reduction
     order] in `lockstep.shards.tree`), and all that is random follows from (seed, epoch, step, shard), or for the

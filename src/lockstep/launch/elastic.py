@@ -14,6 +14,8 @@ USUAL_RESPAWNS: Final = 3
 class Elastic:
     """How a launch keeps up the number of its workers.
 
+        ls.launch(main, workers=4, elastic=ls.Elastic(respawn=3, spares=1))
+
     It applies where the workers can continue with others: every trainer has `on_worker_loss="continue"`, and the
     function calls `Trainer.join()`, which does nothing in the workers that the launch begins with.
     """

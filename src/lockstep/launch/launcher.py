@@ -63,6 +63,12 @@ def launch(
 ) -> list[Any]:
     """Call `function(run, *args, **kwargs)` in each of several new processes; return what each returned.
 
+        def main(run: ls.Run, rate: float) -> str:
+            ...
+            return trainer.digest()
+
+        digests = ls.launch(main, 1e-3, workers=2)
+
     When the function begins, each worker has joined the default process group, its GPU, if any, is the current device,
     and its global generators are seeded with the same number. A worker sees its own GPU only, as "cuda:0". `run` is a
     `Run`. The function may be local, or come from a script or a notebook cell: it is sent by value, so no

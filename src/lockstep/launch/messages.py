@@ -25,6 +25,11 @@ if TYPE_CHECKING:  # a launcher does not need torch
 class Run:
     """Rank and device of a worker: the first argument of the function that `launch` calls.
 
+        def main(run: ls.Run) -> None:
+            model = Net().to(run.device)
+            if run.rank == 0:
+                print(f"{run.world_size} workers")
+
     Where a trainer continues without a lost worker, `rank` and `world_size` change in the call that does so.
     """
 

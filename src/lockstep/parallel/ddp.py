@@ -78,6 +78,11 @@ _NOT_COPIED: Final = frozenset({"process_group", "reducer", "_workers", "_sync",
 class DistributedDataParallel(TorchNames):
     """Wrap `module` so that every backward averages its gradients over `process_group`.
 
+        model = ls.DistributedDataParallel(Net().to(run.device))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_fn(model, (inputs, labels)).backward()    # every rank has the mean gradient
+        optimizer.step()
+
     Same names and meaning as `torch.nn.parallel.DistributedDataParallel` of torch 2.13. Differences that a user can
     see: a forward through `.module` synchronises as well; unused parameters need no flag; parameters may be added,
     frozen, unfrozen, cast and moved after wrapping; buffers are broadcast in training only, before each forward and

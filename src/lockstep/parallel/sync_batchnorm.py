@@ -58,6 +58,8 @@ class BatchStatistics:
 class SyncBatchNorm(nn.SyncBatchNorm):
     """Normalise by the statistics of all ranks' batches together, while training.
 
+        model = ls.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+
     Same names and meaning as `torch.nn.SyncBatchNorm`, and an instance of it. Output and gradient of the input are
     those of BatchNorm on all batches in one; ranks may hold different numbers of samples, or none. Gradients of weight
     and bias are sums over this rank's samples, as every layer's are: `DistributedDataParallel` averages them.

@@ -19,6 +19,9 @@ _DEVICES_WITH_GENERATORS: tuple[Any, ...] = (torch.cuda, torch.xpu, torch.mtia)
 def seed_generators(seed: int) -> None:
     """Seed the global generators of Python, NumPy (if it is imported) and torch, CUDA's included (local).
 
+        ls.seed_generators(0)
+        model = Net()    # the same weights in every process
+
     Args:
         seed: In [0, 2**63); NumPy gets it modulo 2**32.
     """
@@ -49,6 +52,8 @@ def reseed_generators(seed: int) -> None:
 
 def set_deterministic(deterministic: bool) -> None:
     """Set torch's switches for the whole process (local).
+
+        ls.set_deterministic(True)
 
     With True, operators are deterministic, or raise if they have no deterministic form, and cuDNN and cuBLAS are
     reproducible. Call it before CUDA is first used, because cuBLAS reads its setting once. With False, cuDNN measures

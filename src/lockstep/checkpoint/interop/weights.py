@@ -23,6 +23,9 @@ from lockstep.torch_private.modules import TorchDispatchMode, set_state_dict_ver
 def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, key: str | None = None) -> LoadedWeights:
     """Copy the parameters and buffers at `path` into `model`, on any device (local).
 
+        torch.save(model.state_dict(), "weights.pt")
+        ls.load_weights("weights.pt", Net())
+
     Reads checkpoints and run directories of Lockstep, files of `torch.save`, Lightning and safetensors, and folders of
     Hugging Face and of torch.distributed.checkpoint. Prefixes that DataParallel, DistributedDataParallel, torch.compile
     or a LightningModule added to names are removed. No code from the file is executed. No GPU memory is allocated:

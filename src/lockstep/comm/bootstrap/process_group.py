@@ -81,6 +81,8 @@ def init_process_group(  # the parameters are torch's, in torch's order
 ) -> None:
     """Set up the default process group (collective over the world that is made).
 
+        ls.init_process_group()    # in a script that torchrun, srun, mpirun or `lockstep run` has started
+
     Same arguments as `torch.distributed.init_process_group`, except that the backend is chosen by device when it
     is not given: shared memory for CPU tensors, which is Gloo where the workers are not all on one host, and beside it
     the accelerator's own backend where there is one, such as NCCL for CUDA tensors.

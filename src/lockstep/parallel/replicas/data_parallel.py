@@ -170,6 +170,8 @@ def data_parallel(
 ) -> Any:
     """Call `module` once as `DataParallel` would, without reusing memory or threads.
 
+        scores = ls.data_parallel(model, inputs, device_ids=["cpu", "cpu"])
+
     Args:
         module: See `DataParallel`.
         inputs: A tuple of positional arguments, the only one, or None for none.
