@@ -1,6 +1,6 @@
 """The table of collectives: everything about each one of torch.distributed, described once.
 
-Comparing calls (`checked.py`) and the shm backend (`shm/group.py`) read it; their methods are made from it. `send`,
+Comparing calls (`group.py`) and the shm backend (`shm/group.py`) read it; their methods are made from it. `send`,
 `recv` and `monitored_barrier` are not in it: they are not calls that all ranks make alike.
 """
 

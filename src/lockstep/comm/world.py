@@ -28,7 +28,7 @@ class World:
         return self.group is not None and not (self.is_torchs and group_store(self.group) is None)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every worker's `value`, in rank order (collective; small values: see `object_gather`)."""
+        """Return every worker's `value`, in rank order (collective; small values: see `objects`)."""
         return [value] if self.group is None else gather_objects(value, self.group)
 
     def from_first(self, call: Callable[[], Result]) -> Result:

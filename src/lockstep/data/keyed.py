@@ -9,8 +9,6 @@ Seeding takes longer than indexing a tensor. Nothing is seeded for data that dra
 records of a stream that are samples already.
 """
 
-import random
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.data.contents import OwnGenerator, find_generators
 from lockstep.errors import LockstepError
+from lockstep.processes.reproducibility import read_host_states, seed_python_and_numpy, set_host_states
 from lockstep.shards import derive_seed
 
 _NUM_SHOWN = 16
@@ -153,19 +152,12 @@ def _seed(seed: int, own: Sequence[OwnGenerator]) -> None:
     for each in own:
         each.seed(seed)
     torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    seed_python_and_numpy(seed)
 
 
 def _keep_states(own: Sequence[OwnGenerator]) -> list[Callable[[], object]]:
     """Return functions that restore the present states of the global generators and of others."""
-    found = [partial(torch.set_rng_state, torch.get_rng_state()), partial(random.setstate, random.getstate())]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        found.append(partial(numpy.random.set_state, numpy.random.get_state()))
-    return [*found, *(each.keep_state() for each in own)]
+    return [partial(set_host_states, read_host_states()), *(each.keep_state() for each in own)]
 
 
 @contextmanager

@@ -1,13 +1,9 @@
 """What lets the collective calls of one trainer continue with other workers; `lockstep.engine.member` says how."""
 
 import logging
-import random
-import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
-
-import torch
 
 from lockstep.comm import World
 from lockstep.comm.generations import Generations, NextGeneration, current_generations
@@ -17,6 +13,7 @@ from lockstep.engine.random_states import read_device_states, set_device_states
 from lockstep.engine.run_state import RunState
 from lockstep.engine.step_table import StepAgreement
 from lockstep.errors import GroupError
+from lockstep.processes.reproducibility import read_host_states, set_host_states
 from lockstep.shards import even_ranges
 
 if TYPE_CHECKING:
@@ -141,12 +138,9 @@ class Recovery:
 
     def state_for_new_worker(self) -> dict[str, Any]:
         """Return all that a new worker needs (local): the live tensors, and the generators as they are now."""
-        numpy = sys.modules.get("numpy")
         return {
             **self._state.for_new_worker(),
-            "python": random.getstate(),
-            "numpy": None if numpy is None else numpy.random.get_state(),
-            "torch": torch.get_rng_state(),
+            **read_host_states(),
             "devices": read_device_states(),
             "loop": None if self._loop is None else self._loop.state_dict(),
         }
@@ -156,12 +150,8 @@ class Recovery:
         self._state.take_from_worker(found)
         if self._loop is not None and found["loop"] is not None:
             self._loop.load_state_dict(found["loop"])
-        random.setstate(found["python"])
-        torch.set_rng_state(found["torch"])
+        set_host_states(found)
         set_device_states(found["devices"])
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and found["numpy"] is not None:
-            numpy.random.set_state(found["numpy"])
 
     def report_change(self, joined: NextGeneration, world: World, seconds: float, *, is_repeated: bool) -> None:
         self.on_continued(

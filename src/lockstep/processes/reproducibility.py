@@ -3,7 +3,7 @@
 import random
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,11 +25,32 @@ def seed_generators(seed: int) -> None:
     Args:
         seed: In [0, 2**63); NumPy gets it modulo 2**32.
     """
+    seed_python_and_numpy(seed)
+    torch.manual_seed(seed)
+
+
+def seed_python_and_numpy(seed: int) -> None:
+    """Seed their global generators; NumPy's where somebody has imported it (local)."""
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+
+
+def read_host_states() -> dict[str, Any]:
+    """Return the states of the global generators of Python, torch's CPU and NumPy (None where it is not imported)."""
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    return {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": state}
+
+
+def set_host_states(states: Mapping[str, Any]) -> None:
+    """Give these generators what `read_host_states` has returned, here or on another worker (local)."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and states["numpy"] is not None:
+        numpy.random.set_state(states["numpy"])
 
 
 def reseed_generators(seed: int) -> None:
@@ -38,10 +59,7 @@ def reseed_generators(seed: int) -> None:
     For each device that is not initialized, `torch.manual_seed` records a traceback and a call to seed it later. That
     takes half a millisecond, for every shard of every step.
     """
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    seed_python_and_numpy(seed)
     torch.default_generator.manual_seed(seed)
     for device in _DEVICES_WITH_GENERATORS:
         if device.is_initialized():
