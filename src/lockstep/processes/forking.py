@@ -1,4 +1,4 @@
-"""Garbage that a forked child inherits, and must not collect.
+"""What a forked child does with what it inherits: it lets go of some, and collects none of the garbage.
 
 To free an object may be to wait for a thread, and a child has only the thread that has forked. So a loading process in
 which the garbage collector met an old Gloo group, left in a reference cycle by an error, waited in the destructor of
