@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_TEMP_NAME = re.compile(r"\..+\.[0-9a-f]+\.tmp")
+_TEMP_NAME = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.atomic_write import atomic_write
+from lockstep.checkpoint.atomic_write import atomic_write, remove_stale_temp_files
 
 
 def temp_names(folder: Path) -> set[str]:
@@ -29,3 +29,12 @@ def test_the_next_writer_removes_what_a_killed_one_has_left(tmp_path: Path, name
         os.write(descriptor, b"first")
     assert temp_names(tmp_path) == set()
     assert (tmp_path / name).read_bytes() == b"first"
+
+
+@pytest.mark.parametrize("name", [".rows-00002.npz", ".job.json", ".step-00000001.ckpt"])
+def test_leftovers_of_any_file_of_ours_are_removed_from_a_folder(tmp_path: Path, name: str) -> None:
+    # Those of predictions were not, and then their folder could not be removed.
+    (tmp_path / f"{name}.{'a' * 32}.tmp").touch()
+    (tmp_path / ".mine.2.tmp").touch()
+    remove_stale_temp_files(tmp_path)
+    assert temp_names(tmp_path) == {".mine.2.tmp"}

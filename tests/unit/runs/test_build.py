@@ -274,7 +274,7 @@ def test_a_run_does_not_continue_with_another_config(tmp_path: Path, changes: di
 
 
 def test_old_checkpoints_and_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
-    (tmp_path / ".step-00000001.ckpt.abc.tmp").touch()
+    (tmp_path / f".step-00000001.ckpt.{'a' * 32}.tmp").touch()
     parts = build()
     config = parse_config(VALUES | {"keep": 2}, "config")
     with RunSaver(config, tmp_path, NULL_RECORDER) as saver:

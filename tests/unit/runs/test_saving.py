@@ -47,11 +47,11 @@ def written(path: Path) -> str:
 
 @pytest.mark.parametrize("rank", [1, 2])
 def test_the_next_rank_0_writes_what_the_lost_one_has_not_written(rank: int, trainer: Trainer, tmp_path: Path) -> None:
-    (tmp_path / f".{NAME}.0123.tmp").touch()  # as a killed writer leaves it
+    (tmp_path / f".{NAME}.{'0' * 32}.tmp").touch()  # as a killed writer leaves it
     saver, digest = save_as(rank, trainer, tmp_path)
     saver.take_over(trainer, None, world(1))  # another worker has rank 0
     saver.wait()
-    assert [path.name for path in tmp_path.iterdir()] == [f".{NAME}.0123.tmp"]
+    assert [path.name for path in tmp_path.iterdir()] == [f".{NAME}.{'0' * 32}.tmp"]
     saver.take_over(trainer, None, world(0))
     saver.take_over(trainer, None, world(0))
     saver.wait()
