@@ -30,6 +30,7 @@ NOT_YET: tuple[str, ...] = ()
 OTHERS_CODE = {
     "The message is one that was made with its code, on another rank or earlier": (
         "comm/generations.py: Generations.wait_for_next",
+        "comm/shm/group.py: ShmProcessGroup.monitored_barrier.action",
         "comm/shm/peers.py: Peers._break",
         "comm/shm/rendezvous.py: _read_reason",
         "checkpoint/saver.py: Saver.__exit__",

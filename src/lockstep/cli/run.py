@@ -39,7 +39,7 @@ def main() -> None:
     COMMAND(sys.argv[2:], prog_name="lockstep run")
 
 
-def run(  # the options are the interface
+def run(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; a module with -m.")],
     arguments: Annotated[
         list[str] | None,

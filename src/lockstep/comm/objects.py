@@ -203,9 +203,9 @@ def unpack_plain(packed: bytes) -> Any:
 
 
 def tensor_from_bytes(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return (
-        torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
-    )
+    if not content:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
 
 
 @final

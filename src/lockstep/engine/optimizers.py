@@ -65,9 +65,6 @@ class OptimizerSet(Optimizer):
         """Return those that step in the step after `num_steps` steps, in their order."""
         return [name for name, every in self.every.items() if (num_steps + 1) % every == 0]
 
-    def chosen_groups(self) -> list[dict[str, Any]]:
-        return [group for name in self.chosen for group in self.parts[name].param_groups]
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
         for name in self.chosen:

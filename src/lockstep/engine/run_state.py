@@ -185,11 +185,6 @@ class RunState:
             raise step.error
 
     @property
-    def is_usable(self) -> bool:
-        """Whether parameters, optimizer and scheduler belong to one step."""
-        return not self._unusable_because
-
-    @property
     def failed_step(self) -> str:
         """How the last step has failed here, if other workers may have finished it, in words; else empty."""
         return self._failed_step or self._unusable_because

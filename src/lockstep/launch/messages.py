@@ -66,10 +66,10 @@ class WorkerTask:
     """Whether the launcher is a shell of IPython, whose built-in functions the function may call."""
     recording: str
     """The folder where it records what it does; empty for none."""
-    folder: str
-    """For temporary files; the launcher has it deleted when all have ended. Empty for none."""
     capacity: int
     """How many events it keeps there."""
+    folder: str
+    """For temporary files; the launcher has it deleted when all have ended. Empty for none."""
     call: bytes
     """The function, its positional and its keyword arguments, pickled by `pack_call`."""
 

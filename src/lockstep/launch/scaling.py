@@ -74,10 +74,6 @@ class Scaling:
             self.num_wanted -= 1
 
     @property
-    def num_new(self) -> int:
-        return len(self._new)
-
-    @property
     def is_reached(self) -> bool:
         """Whether the run has the workers that are wanted, and all of them have joined."""
         workers = self._continuation.generation.workers

@@ -79,11 +79,6 @@ def check_writable(tensors: Sequence[Tensor]) -> None:
             )
 
 
-def describe_tensors(tensors: Sequence[Tensor]) -> tuple[tuple[torch.dtype, torch.Size], ...]:
-    """Return what must agree between ranks about tensors."""
-    return tuple((tensor.dtype, tensor.shape) for tensor in tensors)
-
-
 def describe_message(tensor: Tensor) -> bytes:
     """Describe what is sent: the shape may differ on the other side, not the dtype and the number of elements."""
     return f"{tensor.numel()} elements of {str(tensor.dtype).removeprefix('torch.')}".encode()

@@ -171,7 +171,7 @@ class ShmProcessGroup(PythonProcessGroup):
                 self._exchange.compare_calls(call, timeout_seconds=seconds)
             except CollectiveTimeoutError as error:
                 raise CollectiveTimeoutError(
-                    f"Rank {self._peers.name} timed out in monitoredBarrier. {error} (LS202)"
+                    f"Rank {self._peers.name} timed out in monitoredBarrier. {error}"
                 ) from error
 
         self._runner.start(call, action, [], is_async=False).wait()

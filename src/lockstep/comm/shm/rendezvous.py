@@ -18,7 +18,6 @@ other users cannot connect, and are not connected to.
 
 import array
 import json
-import logging
 import os
 import secrets
 import socket
@@ -45,7 +44,6 @@ from lockstep.comm.shm.file_layout import FileLayout
 from lockstep.comm.stored_values import Deadline, read_record, read_texts, to_stored
 from lockstep.errors import GroupError, PeerLostError
 
-_LOGGER = logging.getLogger("lockstep")
 _READY = b"r"
 _GO = b"g"
 _ADDRESS = "address"

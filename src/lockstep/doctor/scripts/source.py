@@ -109,9 +109,6 @@ class ScriptSource:
             node = self._parents[node]
             yield node
 
-    def parent(self, node: ast.AST) -> ast.AST | None:
-        return self._parents.get(node)
-
     def function_of(self, node: ast.AST) -> ast.AST:
         """Return the function in which a node is, or the module."""
         for each in self.ancestors(node):

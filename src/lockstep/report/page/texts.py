@@ -82,7 +82,6 @@ TEXTS: Final = {
     "keys": ("keys", "个键"),
     "fingerprint": ("fingerprint: all that the bits depend on", "指纹：结果的每一位所依赖的一切"),
     "environment": ("Environment", "环境"),
-    "starts": ("Starts", "每次启动"),
     "nothing_recorded": ("This run has no recording.", "这次运行没有记录。"),
     "few_steps": ("Too few steps were recorded.", "记录到的步太少。"),
     "made_by": ("made by Lockstep", "由 Lockstep 生成"),
