@@ -46,7 +46,8 @@ def ring_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor
 
         total = ls.ring_all_reduce(torch.ones(3))    # as many as there are ranks, on each of them
 
-    Before the first chunk the ranks compare shape and dtype, in a small message.
+    Before the first chunk the ranks compare shape and dtype, in a small message. The algorithm is that of Patarasuk and
+    Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
 
     Memory beside the tensor: two chunks of 2 MiB; for a non-contiguous tensor a contiguous copy.
 

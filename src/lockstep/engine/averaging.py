@@ -76,7 +76,8 @@ class EMA(AveragedWeights):
         trainer.step(batch)
         ema.copy_to(Net())
 
-    A step that is skipped leaves it as it is.
+    A step that is skipped leaves it as it is. (Polyak and Juditsky, "Acceleration of Stochastic Approximation by
+    Averaging", 1992.)
 
     Args:
         decay: Between 0 and 1; 0.999 averages over about a thousand steps.

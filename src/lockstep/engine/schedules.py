@@ -27,6 +27,9 @@ def make_schedule(
 ) -> LambdaLR:
     """Return a scheduler for `Trainer(scheduler=...)`, which steps it once per step.
 
+    Half a period of a cosine as in Loshchilov and Hutter, "SGDR" (2017); the warm-up is linear, as in Goyal et al.,
+    "Accurate, Large Minibatch SGD" (2017).
+
         schedule = ls.make_schedule(optimizer, "cosine", num_steps=1000, warmup=0.05)
         trainer = ls.Trainer(model, optimizer, loss=loss_fn, num_shards=8, seed=0, scheduler=schedule)
 

@@ -29,6 +29,8 @@ class EarlyStopping(Callback):
             model, optimizer, loss=loss_fn, num_shards=8, seed=0, callbacks=[ls.EarlyStopping("accuracy", patience=5)]
         )
 
+    When to stop, and what it costs: Prechelt, "Early Stopping - But When?" (1998).
+
     Args:
         metric: Its name, as `on_evaluate` gets it.
         patience: How many evaluations in a row without an improvement end the training.

@@ -87,7 +87,8 @@ class DistributedDataParallel(TorchNames):
     see: a forward through `.module` synchronises as well; unused parameters need no flag; parameters may be added,
     frozen, unfrozen, cast and moved after wrapping; buffers are broadcast in training only, before each forward and
     with its gradients, so that one rank may evaluate alone and all evaluate the same; parameters that differ between
-    ranks in name, order, shape or dtype are an error on every rank.
+    ranks in name, order, shape or dtype are an error on every rank. Buckets that overlap with backward: Li et al.,
+    "PyTorch Distributed" (VLDB 2020).
 
     Constructing is collective: every rank of the group must, with the same module.
 
