@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 COMMAND = """
 import sys
 import lockstep_command
@@ -65,6 +67,17 @@ def test_importing_does_no_work_on_tensors() -> None:
         "    import lockstep, lockstep.reduce, lockstep.engine, lockstep.parallel\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+@pytest.mark.parametrize("command", ["run", "runs", "predict", "report", "scale", "explain"])
+def test_commands_that_begin_at_once_import_neither_torch_nor_numpy(command: str) -> None:
+    # NumPy alone, which a merge of two modules once brought, made the start of `lockstep run` a third longer.
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, command, "--help"], capture_output=True, text=True, check=False
+    )
+    [loaded] = [line for line in done.stdout.splitlines() if line.startswith("0 [")]
+    assert "torch" not in loaded
+    assert "numpy" not in loaded
 
 
 def test_help_imports_neither_torch_nor_a_command() -> None:

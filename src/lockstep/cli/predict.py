@@ -11,14 +11,6 @@ from lockstep.cli.options import CODE, DEVICES, OVERRIDES, SAVED, WEIGHTS, WORKE
 from lockstep.errors import UsageError
 from lockstep.launch.messages import Run
 from lockstep.runs.opening import SavedRun, find_saved_run
-from lockstep.runs.predictions import (
-    check_table_path,
-    describe_job,
-    find_parts,
-    open_parts,
-    remove_parts,
-    write_table,
-)
 
 
 def predict(
@@ -49,6 +41,15 @@ def predict(
     The same bits on any number of workers. Started again after an interruption it continues where it was.
     """
     with failures_shown(debug=debug):
+        from lockstep.runs.predictions import (
+            check_table_path,
+            describe_job,
+            find_parts,
+            open_parts,
+            remove_parts,
+            write_table,
+        )
+
         check_table_path(output)
         saved = find_saved_run(saved_path, overrides or [], workers=workers, devices=devices)
         parts = output.with_name(f"{output.name}.parts")

@@ -13,6 +13,7 @@ they are waited for, and tells the watches there through the store of the group;
 import fcntl
 import logging
 import math
+import mmap
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,15 @@ from lockstep.doctor.finding import is_running
 from lockstep.doctor.system import UsageEvents
 from lockstep.processes.host import boot_id
 from lockstep.recording import EventKind, WorkerRecorder, ensure_own_recorder, own_recorder
-from lockstep.recording.reading import last_moment
+from lockstep.recording.file_format import (
+    END_WORD,
+    EVENT_BYTES,
+    HEADER_BYTES,
+    RING_START,
+    FileHeader,
+    file_bytes,
+    parse_header,
+)
 from lockstep.settings import read_settings
 
 if TYPE_CHECKING:
@@ -34,6 +43,7 @@ if TYPE_CHECKING:
     from lockstep.doctor.examination import Examination
 
 _LOGGER = logging.getLogger("lockstep")
+_BEGIN_WORD: Final = 1
 _LOOKS: Final = 8
 """So often in the stall time it looks, but not less often than each `_LONGEST_PAUSE`."""
 _LONGEST_PAUSE: Final = 2.0
@@ -235,3 +245,19 @@ def record_this_worker(rank: int, world_size: int, store: "Store | None" = None)
     if has_begun and world_size > 1 and seconds > 0 and recorder.directory is not None:
         hosts = None if store is None else StallsElsewhere(store)
         StallWatch(recorder.directory, seconds, recorder, hosts=hosts)
+
+
+def last_moment(path: Path) -> tuple[FileHeader, int] | None:
+    """Return who wrote a file, and when it has last begun or ended an event, in nanoseconds of its clock (local).
+
+    None if it is not a file of a recording, or is being made. Read often, so without NumPy and without a copy.
+    """
+    with path.open("rb") as file:
+        try:
+            header = parse_header(file.read(HEADER_BYTES))
+            memory = mmap.mmap(file.fileno(), file_bytes(header.capacity), access=mmap.ACCESS_READ)
+        except ValueError:
+            return None
+    with memory, memoryview(memory) as data, data[RING_START:].cast("q") as words:
+        moments = [max(words[word :: EVENT_BYTES // 8]) for word in (_BEGIN_WORD, END_WORD)]
+    return header, max(*moments, header.opened_ns)

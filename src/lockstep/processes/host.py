@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing import process
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -134,4 +133,6 @@ def keep_temporary_files_in(folder: str) -> None:
     the end.
     """
     if folder:
+        from multiprocessing import process  # deferred: launchers need this module, and not that one
+
         process.current_process()._config.setdefault("tempdir", folder)  # type: ignore[attr-defined]  # noqa: SLF001

@@ -1,6 +1,5 @@
 """Reading the files of a recording: of a job that runs, or of one that is gone."""
 
-import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.recording.file_format import (
-    END_WORD,
     EVENT_BYTES,
     HEADER_BYTES,
     RING_START,
@@ -32,7 +30,6 @@ EVENT_TYPE: Final = np.dtype(
 )
 _FEWEST = 3
 """From so many common collectives the difference of two clocks is found."""
-_BEGIN_WORD = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,19 +182,3 @@ def _collectives(file: FileEvents) -> dict[int, tuple[int, int]]:
     rows = table[(table["kind"] == EventKind.COLLECTIVE) & (table["end"] > 0)]
     columns = (np.asarray(rows[name]).tolist() for name in ("index", "begin", "end"))
     return {index: (begin, end) for index, begin, end in zip(*columns, strict=True)}
-
-
-def last_moment(path: Path) -> tuple[FileHeader, int] | None:
-    """Return who wrote a file, and when it has last begun or ended an event, in nanoseconds of its clock (local).
-
-    None if it is not a file of a recording, or is being made. Read often, so without NumPy and without a copy.
-    """
-    with path.open("rb") as file:
-        try:
-            header = parse_header(file.read(HEADER_BYTES))
-            memory = mmap.mmap(file.fileno(), file_bytes(header.capacity), access=mmap.ACCESS_READ)
-        except ValueError:
-            return None
-    with memory, memoryview(memory) as data, data[RING_START:].cast("q") as words:
-        moments = [max(words[word::_WORDS]) for word in (_BEGIN_WORD, END_WORD)]
-    return header, max(*moments, header.opened_ns)

@@ -17,10 +17,10 @@ from lockstep.doctor import examination
 from lockstep.doctor.activity import last_activity
 from lockstep.doctor.diagnosis import Verdict
 from lockstep.doctor.examination import examine
-from lockstep.doctor.stall_watch import StallsElsewhere, StallWatch, is_told, record_this_worker
+from lockstep.doctor.stall_watch import StallsElsewhere, StallWatch, is_told, last_moment, record_this_worker
 from lockstep.errors import UsageError
 from lockstep.recording import LAUNCHER, NULL_WORKER_RECORDER, EventKind, WorkerRecorder, open_recorder, own_recorder
-from lockstep.recording.reading import last_moment, read_file
+from lockstep.recording.reading import read_file
 from lockstep.settings import Settings
 
 STALLED = Verdict(kind="stalled", text="", advice="", ranks=(), is_certain=True)
