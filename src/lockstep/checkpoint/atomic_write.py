@@ -56,8 +56,11 @@ def atomic_write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_replace(target: Path) -> Iterator[Path]:
-    """Yield a path in the same directory for a file or folder, which replaces `target` unless the block raises."""
-    path = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    """Yield a path in the same directory for a file or folder, which replaces `target` unless the block raises.
+
+    Others write it by its name, so it is not locked, and what a killed writer leaves is nobody's to remove.
+    """
+    path = target.with_name(f".{target.name}.{uuid.uuid4().hex}.new")
     old = path.with_suffix(".old")
     try:
         yield path

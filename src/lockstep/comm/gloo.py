@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store
 
 from lockstep.comm.calls import explain_mismatch, pack_text, unpack_text
 from lockstep.comm.hosts import FindLost, GroupMembers, find_none_lost, read_all, store_loss_explained, wait_for_members
-from lockstep.comm.lost_ranks import EXIT_SECONDS, exchange_processes, may_come_from_loss
+from lockstep.comm.lost_ranks import EXIT_SECONDS, exchange_processes, says_connection_ended
 from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.comm.stored_values import Deadline
 from lockstep.errors import GroupError, PeerLostError, describe_exception
@@ -303,7 +303,7 @@ class GlooComparer:
 
     def explain_error(self, error: RuntimeError) -> GroupError | None:
         """Wait a moment first: the kernel closes the connections of a process before it reports its end (local)."""
-        if not may_come_from_loss(error):
+        if not says_connection_ended(error):
             return None if self._broken is None else self._broken.with_traceback(None)
         deadline = time.monotonic() + EXIT_SECONDS
         while self._broken is None and time.monotonic() < deadline:

@@ -42,8 +42,10 @@ from lockstep.processes.host import boot_id, start_ticks
 from lockstep.torch_private.groups import list_groups
 
 _LOGGER = logging.getLogger("lockstep")
-_LOSS_WORDS: Final = ("connection", "peer", "socket", "pipe", "clos", "abort", "time")
-"""What errors of torch's backends contain that may come from the loss of a rank."""
+_END_WORDS: Final = ("connection", "peer", "socket", "pipe")
+"""What errors of Gloo contain that come from the end of a connection. One of a call that took too long does not."""
+_LOSS_WORDS: Final = (*_END_WORDS, "clos", "abort", "time")
+"""What errors of torch's backends contain that may come from the loss of a rank, or from something else."""
 EXIT_SECONDS: Final = 2.0
 """How long after such an error the end of a process may be seen, or what the launcher announces."""
 ABORT_SECONDS: Final = 60.0
@@ -148,6 +150,11 @@ def _watch(watch: "weakref.ref[DeviceWatch]", closed: threading.Event) -> None:
 def may_come_from_loss(error: BaseException) -> bool:
     """Return whether the error of one of torch's backends may come from the loss of a rank, by its words."""
     return any(word in str(error).lower() for word in _LOSS_WORDS)
+
+
+def says_connection_ended(error: BaseException) -> bool:
+    """Return whether an error of Gloo says that a connection has ended, which a rank that is only late does not do."""
+    return any(word in str(error).lower() for word in _END_WORDS)
 
 
 def send_exit_notices() -> None:

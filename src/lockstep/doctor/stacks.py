@@ -11,7 +11,7 @@ from lockstep.processes.host import StackLine
 from lockstep.processes.user_line import find_user_stack_line
 from lockstep.recording.stacks import request_stacks
 
-_FRAME: Final = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_FRAME: Final = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 _THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x")
 _ANSWER_SECONDS: Final = 3.0
 
@@ -31,7 +31,7 @@ def read_main_stack(text: str) -> list[StackLine]:
         if _THREAD.match(line):
             frames = []
         elif (match := _FRAME.match(line)) is not None:
-            frames.append(StackLine(match["file"], int(match["line"]), match["function"]))
+            frames.append(StackLine(match["file"], int(match["line"].replace("?", "0")), match["function"]))
     return frames
 
 

@@ -3,7 +3,7 @@
 import os
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,14 +13,25 @@ from typing import Final
 from lockstep.processes.host import StackLine, stack_of_thread
 
 _OURS: Final = Path(__file__).parents[1]
-_STDLIB: Final = sysconfig.get_path("stdlib")
 _TORCH: Final = getattr(find_spec("torch"), "origin", None)  # by itself: it may have been built from source
-_FOLDERS: Final = (_OURS, _OURS.with_name("lockstep_command"), _STDLIB, *([Path(_TORCH).parent] if _TORCH else []))
-_CORE: Final = (*(f"{folder}{os.sep}" for folder in _FOLDERS), "<frozen ")
-LIBRARIES: Final = (*_CORE, *(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("purelib", "platlib")))
+_STDLIB: Final = sysconfig.get_path("stdlib")
+_CORE: Final = (
+    *(f"{folder}{os.sep}" for folder in (_OURS, _OURS.with_name("lockstep_command"))),
+    *([f"{Path(_TORCH).parent}{os.sep}"] if _TORCH else []),
+    *("<frozen ", "<eval_with_key>"),  # Python's own modules, and what torch.fx generates
+)
+_INSTALLED: Final = (
+    *(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("purelib", "platlib", "scripts")),
+    *(f"{_STDLIB}/{name}/" for name in ("site-packages", "dist-packages")),
+)
+LIBRARIES: Final = (*_CORE, *_INSTALLED, f"{_STDLIB}{os.sep}")
 """How the file names of code begin that is not the user's: installed libraries, Python's own, and ours."""
-_STARTERS: Final = (f"{_OURS}/launch/", f"{_STDLIB}/multiprocessing/")
-"""Whose workers begin with a line of `python -c`."""
+_STARTS: Final = (
+    str(_OURS / "launch" / "worker.py"),
+    *(str(Path(_STDLIB) / "multiprocessing" / name) for name in ("spawn.py", "forkserver.py")),
+)
+"""What a line of `python -c` calls that begins a worker, or a process of multiprocessing."""
+_START_MODULES: Final = frozenset({"lockstep.launch.worker", "multiprocessing.forkserver"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +52,7 @@ def user_line() -> CodeLine:
 
     Where a program is installed itself there is none: then the innermost that is neither torch's, Python's nor ours.
     """
-    start = sys._getframe(1)  # noqa: SLF001 - Python's name
-    frame = find_user_frame(start) or find_user_frame(start, _CORE)
+    frame = _find_caller(sys._getframe(1))  # noqa: SLF001 - Python's name
     return NO_LINE if frame is None else CodeLine(frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -56,9 +66,9 @@ def find_user_line(thread_id: int | None = None) -> str:
 
 
 def stacklevel_of_user() -> int:
-    """Return the level, for a warning of our caller's, of the innermost frame outside installed libraries."""
-    start = frame = sys._getframe(1)  # noqa: SLF001 - Python's name
-    end = find_user_frame(start) or find_user_frame(start, _CORE)
+    """Return the level, for a warning of our caller's, of the line that `user_line` returns."""
+    frame = sys._getframe(1)  # noqa: SLF001 - Python's name
+    end = _find_caller(frame)
     if end is None:
         return 1
     level = 1
@@ -70,25 +80,39 @@ def stacklevel_of_user() -> int:
     return level
 
 
-def find_user_frame(frame: FrameType | None, libraries: tuple[str, ...] = LIBRARIES) -> FrameType | None:
+def find_user_frame(frame: FrameType | None, is_library: Callable[[str], bool] | None = None) -> FrameType | None:
     """Return this frame, or the first caller of it, that is of no library, nor of the line that begins a worker.
 
     Only for frames of the thread that calls it: [Note: another thread's frames].
     """
-    while frame is not None and (frame.f_code.co_filename.startswith(libraries) or _is_start(frame)):
+    is_library = is_library or _is_library
+    while frame is not None and (is_library(frame.f_code.co_filename) or _is_start(frame)):
         frame = frame.f_back
     return frame
 
 
 def find_user_stack_line(stack: Sequence[StackLine], libraries: tuple[str, ...] = LIBRARIES) -> StackLine | None:
     """Return the first line of a stack, innermost first, that is of no library, nor of what begins a worker."""
-    is_worker = len(stack) > 1 and stack[-1].file == "<string>" and stack[-2].file.startswith(_STARTERS)
+    is_worker = len(stack) > 1 and stack[-1].file == "<string>" and stack[-2].file in _STARTS
     return next((line for line in stack[: -1 if is_worker else None] if not line.file.startswith(libraries)), None)
 
 
+def _find_caller(frame: FrameType) -> FrameType | None:
+    return find_user_frame(frame) or find_user_frame(frame, _is_core)
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(LIBRARIES)
+
+
+def _is_core(file: str) -> bool:
+    """Return whether a file is torch's, Python's or ours; installed programs may lie in a folder below Python's."""
+    return file.startswith(_CORE) or (file.startswith(_STDLIB + os.sep) and not file.startswith(_INSTALLED))
+
+
 def _is_start(frame: FrameType) -> bool:
-    """Return whether a frame is of the lines of `python -c` with which a worker of ours, or a spawned one, begins."""
+    """Return whether a frame is of the line of `python -c` with which a worker, or a spawned process, begins."""
     if frame.f_back is not None or frame.f_code.co_filename != "<string>":
         return False
     main = getattr(frame.f_globals.get("main"), "__module__", "")
-    return main == "lockstep.launch.worker" or "spawn_main" in frame.f_globals
+    return main in _START_MODULES or "spawn_main" in frame.f_globals

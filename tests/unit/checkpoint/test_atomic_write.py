@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.atomic_write import atomic_write, remove_stale_temp_files
+from lockstep.checkpoint.atomic_write import atomic_replace, atomic_write, remove_stale_temp_files
 
 
 def temp_names(folder: Path) -> set[str]:
@@ -38,3 +38,10 @@ def test_leftovers_of_any_file_of_ours_are_removed_from_a_folder(tmp_path: Path,
     (tmp_path / ".mine.2.tmp").touch()
     remove_stale_temp_files(tmp_path)
     assert temp_names(tmp_path) == {".mine.2.tmp"}
+
+
+def test_a_file_that_others_write_by_its_name_is_left_alone(tmp_path: Path) -> None:
+    with atomic_replace(tmp_path / "model.safetensors") as path:
+        path.write_bytes(b"written")
+        remove_stale_temp_files(tmp_path)  # as a training does in its run directory
+    assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]

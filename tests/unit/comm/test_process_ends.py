@@ -6,9 +6,16 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from torch.distributed import HashStore
 
-from lockstep.comm.lost_ranks import ProcessEnds, exchange_processes, own_process
+from lockstep.comm.lost_ranks import (
+    ProcessEnds,
+    exchange_processes,
+    may_come_from_loss,
+    own_process,
+    says_connection_ended,
+)
 from lockstep.comm.stored_values import to_stored
 
 
@@ -35,3 +42,17 @@ def test_a_killed_process_is_found_and_one_that_cannot_be_watched_is_not() -> No
 def _process_of(pid: int) -> object:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return replace(own_process(), pid=pid, started=int(fields[19]))
+
+
+@pytest.mark.parametrize(
+    ("text", "has_ended"),
+    [
+        ("[unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to complete", False),  # a rank may be late
+        ("Application timeout caused pair closure", False),
+        ("[pair.cc:534] Connection closed by peer [127.0.0.1]:1234", True),
+        ("writev: Broken pipe", True),
+    ],
+)
+def test_a_call_that_takes_too_long_is_no_ended_connection(text: str, has_ended: bool) -> None:
+    assert says_connection_ended(RuntimeError(text)) == has_ended
+    assert may_come_from_loss(RuntimeError(text))

@@ -1,11 +1,20 @@
 """The line of the user's code, for messages."""
 
 import _thread
+import multiprocessing
 import sys
+import sysconfig
+import threading
 import time
+import warnings
+from pathlib import Path
 from types import CodeType, FunctionType
+from typing import Any
 
-from lockstep.processes.user_line import find_user_frame
+import pytest
+
+from lockstep.processes.host import StackLine
+from lockstep.processes.user_line import CodeLine, find_user_frame, find_user_stack_line, stacklevel_of_user, user_line
 
 
 def test_the_first_lines_of_a_worker_are_not_the_users() -> None:
@@ -26,3 +35,46 @@ def run_at_bottom(code: CodeType, names: dict[str, object]) -> None:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and not names["main"].__closure__[0].cell_contents:  # type: ignore[attr-defined]
         time.sleep(0.001)
+
+
+def call_from(file: str, source: str, **names: Any) -> dict[str, Any]:
+    """Run code of a file of that name in a thread, where no line of this test calls it; return its names."""
+    thread = threading.Thread(target=FunctionType(compile(source, file, "exec"), names))
+    thread.start()
+    thread.join()
+    return names
+
+
+@pytest.mark.parametrize(
+    "folder", [sysconfig.get_path("purelib"), str(Path(sysconfig.get_path("stdlib"), "site-packages"))]
+)
+def test_the_line_of_an_installed_program_is_found(folder: str) -> None:
+    # Of a program in site-packages no line was known: all there were libraries, or below the folder of Python's own.
+    file = f"{folder}/prog/train.py"
+    assert call_from(file, "\nline = user_line()", user_line=user_line)["line"] == CodeLine(file, 2)
+
+
+def test_a_library_between_us_and_the_user_is_passed_over() -> None:
+    # A wrapper that a library calls took the library's line for the user's.
+    installed = compile("def call(function): return function()", f"{sysconfig.get_path('purelib')}/lib/it.py", "exec")
+    names: dict[str, Any] = {}
+    exec(installed, names)
+    assert names["call"](user_line).file == __file__
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        names["call"](lambda: warnings.warn("here", stacklevel=stacklevel_of_user()))
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("below", "expected"),
+    [
+        ("forkserver.py", None),  # the line that begins a loading process
+        ("spawn.py", None),
+        ("process.py", "<string>"),  # a line of the user's: python -c "...; process.join()"
+    ],
+)
+def test_what_begins_a_process_is_not_the_users(below: str, expected: str | None) -> None:
+    folder = Path(multiprocessing.__file__).parent
+    found = find_user_stack_line([StackLine(str(folder / below), 3, "f"), StackLine("<string>", 1, "<module>")])
+    assert (None if found is None else found.file) == expected
