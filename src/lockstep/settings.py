@@ -305,6 +305,11 @@ def recording_variable(directory: str) -> dict[str, str]:
     return {_RECORDING_DIRECTORY: f"{os.getpid()},{directory}"}
 
 
+def write_variables(variables: Mapping[str, str]) -> None:
+    """Set these, for this process and for those that it starts."""
+    os.environ.update(variables)
+
+
 def write_place(rank: int, world_size: int) -> None:
     """Set the variables that hold the place of a worker of `ls.launch`, all on this host, for code that reads them."""
     os.environ["RANK"] = str(rank)

@@ -19,7 +19,7 @@ from tests.process import warm
 import lockstep as ls
 from lockstep.devices import Device, Placement
 from lockstep.errors import DeviceError, GroupError, ReductionError, WorkerFailedError
-from lockstep.launch import supervision, worker_pool
+from lockstep.launch import launcher, supervision, template, worker_pool
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 CPU2 = "cpu:2"
@@ -414,30 +414,43 @@ def test_workers_that_handle_sigterm_may_save_and_return(tmp_path: Path, how: st
 
 
 @pytest.mark.parametrize("is_from_thread", [False, True])
+@pytest.mark.parametrize(("kind", "devices"), [("template", CPU2), ("interpreter", "cpu"), ("fork", CPU2)])
 def test_an_interrupt_while_a_worker_starts_leaves_none(
-    is_from_thread: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    kind: str, devices: str, is_from_thread: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # It came between the start of the process and the line that took note of it.
-    started = []
+    started: list[Any] = []
+
+    def interrupt() -> None:
+        if is_from_thread:  # as where the kernel gives it to another thread, since this one blocks it
+            thread = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
+            thread.start()
+            thread.join()
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
 
     class InterruptedPopen(subprocess.Popen[bytes]):
         def __init__(self, *args, **kwargs) -> None:
             super().__init__(*args, **kwargs)
             started.append(self)
-            if "-c" not in args[0]:  # not a worker
-                return
-            if is_from_thread:  # as where the kernel gives it to another thread, since this one blocks it
-                thread = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
-                thread.start()
-                thread.join()
-            else:
-                os.kill(os.getpid(), signal.SIGINT)
+            if "-c" in args[0]:  # not the guardian
+                interrupt()
 
-    monkeypatch.setattr(subprocess, "Popen", InterruptedPopen)
-    monkeypatch.setattr(worker_pool, "subprocess", subprocess)
+    def fork(self: template.WorkerTemplate, *given: Any) -> Any:
+        worker = fork_worker(self, *given)
+        started.append(worker)
+        interrupt()
+        return worker
+
+    if kind == "fork":
+        fork_worker = template.WorkerTemplate.fork
+        monkeypatch.setattr(template.WorkerTemplate, "fork", fork)
+    else:
+        monkeypatch.setattr(subprocess, "Popen", InterruptedPopen)
+        monkeypatch.setattr(template if kind == "template" else worker_pool, "subprocess", subprocess)
     with pytest.raises(KeyboardInterrupt):
-        ls.launch(add_ranks, 0, devices=CPU2)
-    assert len(started) == 2  # the guardian and one worker
+        ls.launch(add_ranks, 0, devices=devices)
+    assert len(started) == {"template": 1, "interpreter": 2, "fork": 1}[kind]  # with the guardian
     assert all(process.returncode is not None for process in started)
     assert capfd.readouterr().err == ""
 
@@ -611,3 +624,27 @@ def test_a_call_for_a_worker_that_has_returned_ends_at_once() -> None:
     with pytest.raises(WorkerFailedError, match="Rank 1 has left the group") as raised:
         ls.launch(work, devices=CPU2)
     assert raised.value.rank == 0
+
+
+def test_without_its_template_a_launch_starts_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = workers_of(os.getpid())
+    forking = template.WorkerTemplate(seed=0, threads=1)
+    [process] = [each for each in workers_of(os.getpid()) if each not in others]
+    monkeypatch.setattr(launcher, "make_template", lambda *_args, **_options: forking)
+    assert ls.launch(add_ranks, 0, devices=CPU2) == [(0, 1), (1, 1)]
+    assert forking.is_usable()
+    process.kill()
+    process.wait(END_SECONDS)
+    assert ls.launch(add_ranks, 0, devices=CPU2) == [(0, 1), (1, 1)]
+    assert not forking.is_usable()
+    forking.close()
+
+
+def test_a_template_with_a_thread_forks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A lock that the thread held would be held for ever in a worker.
+    code = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+    (tmp_path / "starts_thread.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = template.WorkerTemplate(seed=0, threads=1, modules=["starts_thread"])
+    assert made.fork([], {}) is None
+    made.close()

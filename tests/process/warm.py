@@ -17,7 +17,6 @@ names that are imported already, PYTHONHASHSEED and variables that the linker re
 """
 
 import atexit
-import ctypes
 import fcntl
 import multiprocessing.process
 import os
@@ -30,7 +29,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver, reduction, set_start_method
 from multiprocessing.connection import Connection
@@ -42,11 +40,8 @@ import pytest
 import torch
 from tests.process.ranks import SERVER
 
-from lockstep.launch import script_entry, sessions, worker_pool
+from lockstep.launch import script_entry, sessions, template, worker_pool
 
-_PR_SET_CHILD_SUBREAPER = 36
-"""Of <sys/prctl.h>."""
-_ADOPTING = threading.Lock()
 _FREE_DESCRIPTORS = 400
 """From here on a process of the server has no descriptor open."""
 
@@ -116,7 +111,7 @@ class Popen(_ForkingPopen):
     def _start(self, program: _Program, descriptors: Mapping[int, int]) -> int:
         sent = {number: _Descriptor(source) for number, source in descriptors.items()}
         ours, theirs = SERVER.Pipe()
-        with _adopting_orphans():
+        with template.adopting_orphans():
             first = SERVER.Process(target=_fork_again, args=(theirs, program, sent))
             first.start()
             theirs.close()
@@ -175,17 +170,6 @@ def _received(descriptor: Any) -> int:
     return number
 
 
-@contextmanager
-def _adopting_orphans() -> Iterator[None]:
-    libc = ctypes.CDLL(None)
-    with _ADOPTING:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        try:
-            yield
-        finally:
-            libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
-
-
 def _fork_again(line: Connection, program: _Program, descriptors: Mapping[int, int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, program.mask)
     first = os.getpid()
@@ -221,7 +205,8 @@ def _become(program: _Program, descriptors: Mapping[int, int]) -> NoReturn:
         buffering = 1 if "PYTHONUNBUFFERED" in program.environment else -1
         sys.stdout = sys.__stdout__ = _writer(1, buffering=buffering)  # type: ignore[misc]
         sys.stderr = sys.__stderr__ = _writer(2, buffering=1, errors="backslashreplace")  # type: ignore[misc]
-        vars(worker_pool)["subprocess"] = SimpleNamespace(Popen=_PopenHere, DEVNULL=subprocess.DEVNULL)
+        for module in (template, worker_pool):
+            vars(module)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _PopenHere})
         if program.forks_scripts:
             vars(sessions)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _popen_of_run})
             vars(script_entry)["os"] = SimpleNamespace(**vars(os) | {"execv": _go_on_as})
@@ -318,5 +303,6 @@ def warm_workers() -> Iterator[None]:
     """Let `ls.launch`, called in the tests of the file, start workers that need not import torch."""
     forkserver.ensure_running()  # now, with no signal blocked
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_pool, "subprocess", SimpleNamespace(Popen=Popen, DEVNULL=subprocess.DEVNULL))
+        for module in (template, worker_pool):
+            patch.setattr(module, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Popen}))
         yield

@@ -28,7 +28,7 @@ from lockstep.errors import UsageError, WorkerFailedError, counted
 from lockstep.events import Recorder, Recorders
 from lockstep.launch.elastic import Elastic
 from lockstep.launch.external import find_launcher, join_started, run_here
-from lockstep.launch.launcher import LaunchSettings, call_on_workers
+from lockstep.launch.launcher import LaunchSettings, call_on_workers, make_template
 from lockstep.launch.messages import Run
 from lockstep.launch.starting import StartAgain
 from lockstep.processes.stop_signals import StopRequest, handle_stop_signals, ignore_stop_signals, stop_signals_handled
@@ -147,9 +147,16 @@ def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[
     placement = place_workers(config.device_ids, workers=config.workers, force=force, max_workers=config.num_shards)
     config.check_workers(len(placement.devices))
     with ExitStack() as held:
+        template = make_template(  # it imports torch while this opens the run
+            held,
+            placement,
+            threads=config.threads_per_worker,
+            replaces=config.respawn > 0 or config.spares > 0,
+            modules=["lockstep.cli.train", "lockstep.runs.fit"],
+        )
         job = _open(wanted, held)
         _show_placement(placement, config)
-        typer.echo(f"starting {counted(len(placement.devices), 'worker')}, each of which imports torch ...")
+        typer.echo(f"starting {counted(len(placement.devices), 'worker')}, which import torch first ...")
         if config.on_worker_loss is None and not config.continues_on(_types(placement)):
             _warn_of_no_effect(config, "on GPUs, where a lost worker ends the run unless on_worker_loss is continue")
         elastic = Elastic(
@@ -167,6 +174,7 @@ def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[
             elastic=elastic,
             start_again=_start_again(job, placement),
             stop=stop,
+            template=template,
             needs_every_result=False,
             recording=job.run_dir / RECORDING_NAME,
         )

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +40,7 @@ from lockstep.launch.started_worker import StartedWorker
 from lockstep.launch.starting import StartAgain, call_until_begun
 from lockstep.launch.store import reserved_port
 from lockstep.launch.supervision import Supervision
+from lockstep.launch.template import WorkerTemplate
 from lockstep.launch.worker_pool import NUM_DESCRIPTORS_PER_WORKER, WorkerPool
 from lockstep.processes.ending import exit_quickly
 from lockstep.processes.stop_signals import StopRequest
@@ -149,6 +150,8 @@ class LaunchSettings:
     """The folder where the workers record what they do; None for one in the private folder."""
     start_again: StartAgain | None = None
     """When all are started again, because some were lost before the first step; None for never."""
+    template: WorkerTemplate | None = None
+    """What workers are forked of; None to make one where it is of use."""
     needs_every_result: bool = True
     """Whether a line at the end names lost workers whose results are missing; False where all return the same, and the
     loss was told when it happened."""
@@ -167,24 +170,61 @@ def call_on_workers(
     check_descriptors(len(placement.devices), NUM_DESCRIPTORS_PER_WORKER)
     call = pack_call(function, args, kwargs)
     forwarding = SignalForwarding()
-    reports = call_with_restarts(
-        lambda: call_until_begun(
-            lambda placed: _call_once(call, placed, settings, forwarding),
-            placement,
-            settings.elastic,
-            settings.start_again,
-        ),
-        settings.max_restarts,
-        lambda: not forwarding.is_requested and not (settings.stop is not None and settings.stop.is_made),
-        _LOGGER.warning,
-    )
+    with ExitStack() as stack:
+        template = settings.template
+        if template is None:
+            template = make_template(
+                stack,
+                placement,
+                threads=settings.threads_per_worker,
+                seed=settings.seed,
+                replaces=settings.elastic != FIXED or settings.max_restarts > 0,
+            )
+        reports = call_with_restarts(
+            lambda: call_until_begun(
+                lambda placed: _call_once(call, placed, settings, forwarding, template),
+                placement,
+                settings.elastic,
+                settings.start_again,
+            ),
+            settings.max_restarts,
+            lambda: not forwarding.is_requested and not (settings.stop is not None and settings.stop.is_made),
+            _LOGGER.warning,
+        )
     return [load_result(report) for report in reports]
 
 
+def make_template(
+    stack: ExitStack,
+    placement: Placement,
+    *,
+    threads: int,
+    seed: int = 0,
+    replaces: bool,
+    modules: Sequence[str] = (),
+) -> WorkerTemplate | None:
+    """Return what workers are forked of, which begins to import at once; None where that has no use.
+
+    `stack` ends it. `replaces`: workers may be started later, in place of others.
+    """
+    if sys.platform != "linux" or CPU not in placement.devices or (len(placement.devices) == 1 and not replaces):
+        return None
+    with sigint_held_back():
+        template = WorkerTemplate(seed=seed, threads=threads, modules=modules)
+        stack.callback(template.close)
+    return template
+
+
 def _call_once(
-    call: bytes, placement: Placement, settings: LaunchSettings, forwarding: SignalForwarding
+    call: bytes,
+    placement: Placement,
+    settings: LaunchSettings,
+    forwarding: SignalForwarding,
+    template: WorkerTemplate | None,
 ) -> list[Report]:
     """Start the workers and wait for them; all have ended when this returns."""
+    if template is not None:
+        template.is_usable()  # where Ctrl-C still interrupts
     with ExitStack() as stack:
         stack.enter_context(forwarding)
         master_port = stack.enter_context(reserved_port())
@@ -192,7 +232,7 @@ def _call_once(
         stack.callback(server.close)
         stack.push(_exit_quickly_after_failure)
         with sigint_held_back():
-            pool = WorkerPool(server, can_stop=settings.stop is not None)
+            pool = WorkerPool(server, template, can_stop=settings.stop is not None)
             stack.callback(pool.stop)
         recording = new_recording(settings.recording)
         pool.recorder = stack.enter_context(launch_recorded(recording, len(placement.devices)))

@@ -27,6 +27,7 @@ from typing import final
 import psutil
 
 from lockstep.launch import guardian, script_entry
+from lockstep.launch.template import Process
 
 _POLL_SECONDS = 0.02
 """How often to check, while sessions end, whether they still have processes."""
@@ -63,7 +64,7 @@ class Sessions:
             )
         finally:
             os.close(source)
-        self._leaders: dict[int, subprocess.Popen[bytes]] = {}
+        self._leaders: dict[int, Process] = {}
 
     def start(
         self,
@@ -89,7 +90,7 @@ class Sessions:
         self._leaders[process.pid] = process
         return process
 
-    def adopt(self, leader: subprocess.Popen[bytes]) -> None:
+    def adopt(self, leader: Process) -> None:
         """Take over a process that was started as leader of a session. Until then the caller must end it."""
         with contextlib.suppress(BrokenPipeError):  # the guardian was killed; the kernel still ends the leader
             os.write(self._pipe, b"+%d\n" % leader.pid)
@@ -123,7 +124,7 @@ class Sessions:
                 break
         self._kill()
 
-    def release(self, leader: subprocess.Popen[bytes]) -> None:
+    def release(self, leader: Process) -> None:
         """Kill what a leader that has ended has left behind, and free its process id."""
         _send(os.killpg, leader.pid, signal.SIGKILL)
         for member, session in self._find_members().items():
@@ -176,7 +177,7 @@ def _make_folder() -> str:
     return ""
 
 
-def exit_code(leader: subprocess.Popen[bytes]) -> int | None:
+def exit_code(leader: Process) -> int | None:
     """Return how a process ended, -N for signal N, without freeing its process id; None while it runs."""
     if sys.platform == "darwin":  # Python 3.11 has no waitid there
         return leader.poll()

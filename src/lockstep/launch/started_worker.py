@@ -4,7 +4,6 @@ import contextlib
 import enum
 import os
 import signal
-import subprocess
 import time
 from typing import final
 
@@ -13,6 +12,7 @@ from lockstep.launch.exits import UNKNOWN_KILLER, describe_exit
 from lockstep.launch.messages import Report, WorkerTask, read_report
 from lockstep.launch.results import is_consequence, load_error
 from lockstep.launch.sessions import exit_code
+from lockstep.launch.template import Process
 
 EARLIER_FAILURE_SECONDS = 0.5
 """After the first report of a failure: how long to wait for a report of one that happened before it."""
@@ -48,7 +48,7 @@ class StartedWorker:
     `killer` and `place`: who has killed it, and where it crashed; empty where that is not known.
     """
 
-    def __init__(self, task: WorkerTask, process: subprocess.Popen[bytes], task_pipe: int, report_pipe: int) -> None:
+    def __init__(self, task: WorkerTask, process: Process, task_pipe: int, report_pipe: int) -> None:
         self.number = task.worker
         self.task = task
         self.process = process
@@ -164,7 +164,7 @@ class StartedWorker:
         return True
 
 
-def wait_for_exit(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+def wait_for_exit(process: Process, deadline: float) -> int | None:
     """Return how a process ended; None if it has not by the deadline."""
     while (code := exit_code(process)) is None and time.monotonic() < deadline:
         time.sleep(_EXIT_POLL_SECONDS)

@@ -14,6 +14,7 @@ from typing import final
 
 from lockstep.channel.server import ChannelServer
 from lockstep.devices import Device
+from lockstep.devices.choose import CPU
 from lockstep.doctor.stacks import crash_place
 from lockstep.errors import UsageError, WorkerFailedError
 from lockstep.launch.exits import describe_waiting, name_killer, read_oom_kills
@@ -22,6 +23,7 @@ from lockstep.launch.sessions import Sessions, exit_code, wake
 from lockstep.launch.signals import sigint_held_back, signals_blocked
 from lockstep.launch.started_worker import End, StartedWorker
 from lockstep.launch.store import LOOPBACK_INTERFACE
+from lockstep.launch.template import Process, WorkerTemplate
 from lockstep.processes.stop_signals import FORWARDED_SIGNAL, STOP_SIGNALS
 from lockstep.recording import NULL_WORKER_RECORDER, EventKind
 from lockstep.settings import LAUNCHED, read_settings
@@ -66,8 +68,9 @@ class WorkerPool:
     were sent a signal that stops them; `is_terminating`: it was SIGTERM. `failure`: why the launch has failed.
     """
 
-    def __init__(self, server: ChannelServer, *, can_stop: bool) -> None:
+    def __init__(self, server: ChannelServer, template: WorkerTemplate | None, *, can_stop: bool) -> None:
         self._server = server
+        self._template = template
         self._can_stop = can_stop
         self._sessions = Sessions()
         # Every worker reads from this pipe, and only the launcher can write: so its end is that of the launcher.
@@ -88,7 +91,7 @@ class WorkerPool:
         return self._sessions.folder
 
     def start(self, task: WorkerTask, device: Device) -> StartedWorker:
-        """Start one worker, which imports torch and then waits for its task."""
+        """Start one worker, which waits for its task when it has imported torch."""
         with (
             sigint_held_back(),
             signals_blocked(STOP_SIGNALS if self._can_stop else ()),
@@ -99,14 +102,19 @@ class WorkerPool:
             # -P: the current directory, where others may write, is not searched for the modules of _BOOTSTRAP.
             descriptors = (down_read, up_write, self._launcher_pipe, channel)
             command = [sys.executable, "-P", "-c", _BOOTSTRAP, *map(str, descriptors)]
+            variables = {**_variables(task), **device.variables()}
             try:
-                process = subprocess.Popen(  # noqa: S603 - our own interpreter
-                    command,
-                    pass_fds=descriptors,
-                    stdin=subprocess.DEVNULL,
-                    env=read_settings().for_worker({**_variables(task), **device.variables()}, seed=task.seed),
-                    start_new_session=True,
-                )
+                process: Process | None = None
+                if self._template is not None and device == CPU:
+                    process = self._template.fork(descriptors, variables)
+                if process is None:
+                    process = subprocess.Popen(  # noqa: S603 - our own interpreter
+                        command,
+                        pass_fds=descriptors,
+                        stdin=subprocess.DEVNULL,
+                        env=read_settings().for_worker(variables, seed=task.seed),
+                        start_new_session=True,
+                    )
                 self._sessions.adopt(process)
             except BaseException:
                 os.close(down_write)
