@@ -37,10 +37,11 @@ class ShardAssignment:
     has requested yet.
     """
 
-    def __init__(self, world_size: int, num_shards: int) -> None:
+    def __init__(self, world: World, num_shards: int) -> None:
+        self.world = world
         self.last_requested = Cursor()
         self._asking = threading.RLock()
-        self._before = self._now = even_ranges(world_size, num_shards)
+        self._before = self._now = even_ranges(world.world_size, num_shards)
         self._since = Cursor()
 
     def ranges(self, cursor: Cursor) -> tuple[range, ...]:

@@ -13,6 +13,7 @@ No record is read by two workers, so nothing that is read shows whether they hav
 reads the first records of some parts when the loader is made.
 """
 
+import threading
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -143,6 +144,8 @@ class _Line:
         assert stream.lengths is not None
         self.epoch = epoch
         self.seed = cut.seed
+        self.reading = threading.Lock()
+        """A thread of the user's may fetch batches while the trainer's cuts one for other workers."""
         self._stream = stream
         size = -(-stream.buffer_size // cut.num_shards)
         self.order = BlockOrder(seed=cut.seed, size=size, shuffle=True)
@@ -185,17 +188,19 @@ class _ShareReader:
         """Return records of the shuffled share."""
         size = self._line.order.size
         found: list[Record] = []
-        for block in range(start // size, -(-stop // size)):
-            if block not in self._blocks:
-                self._blocks[block] = self._read_block(block)
-            begin = block * size
-            found += self._blocks[block][max(start - begin, 0) : stop - begin]
+        with self._line.reading:
+            for block in range(start // size, -(-stop // size)):
+                if block not in self._blocks:
+                    self._blocks[block] = self._read_block(block)
+                begin = block * size
+                found += self._blocks[block][max(start - begin, 0) : stop - begin]
         return found
 
     def forget(self, start: int) -> None:
         """Drop what comes before a record of the shuffled share."""
-        for block in [block for block in self._blocks if (block + 1) * self._line.order.size <= start]:
-            del self._blocks[block]
+        with self._line.reading:
+            for block in [block for block in self._blocks if (block + 1) * self._line.order.size <= start]:
+                del self._blocks[block]
 
     def _read_block(self, block: int) -> list[Record]:
         line, size = self._line, self._line.order.size

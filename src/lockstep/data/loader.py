@@ -1,6 +1,7 @@
 """`ShardedLoader`: the batches of a run, of which each worker loads the slices that it runs."""
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -143,8 +144,8 @@ class ShardedLoader:
         self.num_shards = num_shards
         self._seed = seed
         self._drop_last = drop_last
-        self._world = self._current_world()
-        self._assignment = ShardAssignment(self._world.world_size, num_shards)
+        self._assignment = ShardAssignment(self._current_world(), num_shards)
+        self._following = threading.Lock()
         self._content = self._known_content = self._samples.content()
         self._has_own_collate = collate_fn is not None
         self._loading = SliceLoading(
@@ -241,8 +242,8 @@ class ShardedLoader:
         other = copy.copy(self)
         vars(other).update(
             _current_world=partial(_same_world, alone),
-            _world=alone,
-            _assignment=ShardAssignment(1, self.num_shards),
+            _assignment=ShardAssignment(alone, self.num_shards),
+            _following=threading.Lock(),
             _loading=self._loading.in_this_process(),
             _samples=self._samples.alone(),
             _present=None,
@@ -272,17 +273,18 @@ class ShardedLoader:
         moves_shards = not is_fixed and not self._loading.is_under_way
         recorder = own_recorder()
         source = self._describe()  # once: it reads all weights and lengths
-        self._follow_world()
+        present = self._follow_world()
         while any(samples.cut(step)):
-            world = self._world
-            assignment = self._assignment if moves_shards else ShardAssignment(world.world_size, self.num_shards)
+            world = present.world
+            assignment = present if moves_shards else ShardAssignment(world, self.num_shards)
             epoch_ranges = EpochRanges(assignment, epoch)
             keys = partial(keys_of_slices, step, samples, epoch_ranges, world.rank)
-            compared = [] if self._content else self._keys_to_compare()
+            content = self._content
+            compared = [] if content else self._keys_to_compare()
             with self._loading.loaded(partial(keys_after, compared, keys)) as loaded, loading_processes_explained():
                 if compared:
-                    self._content = slice_number([_check_slice(next(loaded)) for _ in compared])
-                while self._world == world and any(slices := samples.cut(step)):
+                    self._content = content = slice_number([_check_slice(next(loaded)) for _ in compared])
+                while self._assignment is present and any(slices := samples.cut(step)):
                     event = recorder.begin(EventKind.LOADING, step, epoch, 0)
                     ranges = epoch_ranges.ranges(step)
                     if moves_shards:
@@ -298,15 +300,17 @@ class ShardedLoader:
                         ),
                         ranges=ranges,
                         source=source,
-                        content=self._content,
+                        content=content,
                         number=samples.number(step),
                         assignment=assignment,
                         world=world,
-                        recut=_last(partial(self._recut, samples), recorder.end, event),
+                        # With its draws: a prefetcher of the user's is at a later step when the batch is cut anew.
+                        recut=_last(partial(self._recut, samples, slices), recorder.end, event),
                     )
                     epoch_ranges.forget(step)
                     samples.forget(step)
                     step += 1
+            present = self._assignment
         self._samples.check_unchanged()
 
     def _keys_to_compare(self) -> list[SliceKeys]:
@@ -325,29 +329,29 @@ class ShardedLoader:
                 num_found += len(draws)
         return found
 
-    def _recut(self, samples: EpochSamples, batch: ShardedBatch) -> ShardedBatch:
+    def _recut(self, samples: EpochSamples, cut: list[Draws], batch: ShardedBatch) -> ShardedBatch:
         """Cut a batch for the present workers. An epoch that is under way follows them from its next step on."""
-        world = self._follow_world()
-        ranges = self._assignment.ranges(batch.cursor)
+        assignment = self._follow_world()
+        ranges = assignment.ranges(batch.cursor)
         held = {part.shard: part for part in batch.slices}
         slices = tuple(
             held[shard] if shard in held else self._load(samples, shard, draws)
-            for shard, draws in own_slices(samples.cut(batch.cursor.step), ranges[world.rank])
+            for shard, draws in own_slices(cut, ranges[assignment.world.rank])
         )
-        return replace(batch, slices=slices, ranges=ranges, assignment=self._assignment, world=world)
+        return replace(batch, slices=slices, ranges=ranges, assignment=assignment, world=assignment.world)
 
     def _load(self, samples: EpochSamples, shard: int, draws: Draws) -> Slice:
         data = _check_slice(self._loading.load(samples.keys(draws)))
         return Slice(shard=shard, num_samples=len(draws), data=data, indices=samples.indices(draws))
 
-    def _follow_world(self) -> World:
-        """Return the present workers; if they are others than before, assign the shards anew."""
-        world = self._current_world()
-        if world != self._world:
-            self._assignment = ShardAssignment(world.world_size, self.num_shards)
-            self._content = self._known_content  # else loaded anew, as new workers load what it is now
-        self._world = world
-        return world
+    def _follow_world(self) -> ShardAssignment:
+        """Return the shards of the present workers, assigned anew if they are others than before."""
+        with self._following:  # a thread of the user's may fetch batches while the trainer's cuts one anew
+            world = self._current_world()
+            if world != self._assignment.world:
+                self._assignment = ShardAssignment(world, self.num_shards)
+                self._content = self._known_content  # else loaded anew, as new workers load what it is now
+            return self._assignment
 
     def _describe(self) -> str:
         count = "samples" if self.num_samples is None else f"{self.num_samples} samples"

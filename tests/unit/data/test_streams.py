@@ -283,6 +283,27 @@ def test_other_workers_continue_with_the_batch_and_what_follows() -> None:
     assert found == whole
 
 
+@pytest.mark.parametrize("kind", sources())
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_batches_that_were_fetched_ahead_are_whole_for_other_workers(kind: str, ahead: int) -> None:
+    # The loader had forgotten their samples when the generator went on: none were left in a batch that was cut anew.
+    whole = contents(loader(sources()[kind]).epoch(1))
+    worlds = [World(rank=rank, world_size=3, group=None) for rank in range(3)]
+    loaders = [
+        ls.ShardedLoader(sources()[kind], batch_size=8, num_shards=3, seed=5, world=lambda rank=rank: worlds[rank])  # type: ignore[misc]
+        for rank in range(3)
+    ]
+    epochs = [each.epoch(1) for each in loaders]
+    found = contents([next(epoch) for epoch in epochs])
+    fetched = [[next(epoch) for _ in range(1 + ahead * (rank != 2))] for rank, epoch in enumerate(epochs)]
+    worlds[0], worlds[2] = (World(rank=rank, world_size=2, group=None) for rank in (0, 1))  # rank 1 is lost
+    for rank in (0, 2):
+        again = [batch.for_present_workers() for batch in fetched[rank]]
+        assert all(batch.slices for batch in again)
+        found |= contents([*again, *epochs[rank]])
+    assert found == whole
+
+
 def test_transform_runs_for_the_samples_of_the_worker_alone_with_its_own_random_numbers() -> None:
     calls: list[int] = []
 

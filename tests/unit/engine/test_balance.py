@@ -83,7 +83,7 @@ def test_a_change_waits_for_batches_that_the_user_has_taken_ahead() -> None:
 
 
 def test_who_asks_in_another_thread_waits_for_the_decision() -> None:
-    assignment = ShardAssignment(2, 8)
+    assignment = ShardAssignment(World(rank=0, world_size=2, group=None), 8)
     answers: list[tuple[range, ...]] = []
     asking = threading.Thread(target=lambda: answers.append(assignment.ranges(Cursor(0, 1))))
     with assignment.held():
