@@ -22,7 +22,7 @@ from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.comm.shm.group import ShmProcessGroup
 from lockstep.comm.shm.rendezvous import NotShared
 from lockstep.comm.shm.set_up import make_shared_memory_comparer, make_shm_group
-from lockstep.comm.shm.torch_backends import NO_ACCELERATORS, AcceleratorBackends
+from lockstep.comm.shm.torch_beside import NO_ACCELERATORS, AcceleratorBackends
 from lockstep.comm.stored_values import Deadline
 from lockstep.errors import PeerLostError
 from lockstep.torch_private.groups import (

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import final
 
+from lockstep.comm.shm.comparison import PublishedCalls
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.phases import PhaseExchange
-from lockstep.comm.shm.published_calls import PublishedCalls
 from lockstep.comm.shm.rank_states import PeerState
 from lockstep.errors import GroupError, PeerLostError
 

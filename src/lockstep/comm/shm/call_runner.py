@@ -13,7 +13,7 @@ from lockstep.comm.open_calls import CallEvents
 from lockstep.comm.shm.arguments import check_writable
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.phases import PhaseExchange
-from lockstep.comm.shm.work_queue import WorkQueue
+from lockstep.comm.shm.work import WorkQueue
 from lockstep.errors import CollectiveMismatchError, GroupError
 from lockstep.processes.user_line import find_user_line
 

@@ -49,9 +49,9 @@ from lockstep.comm.shm.point_to_point import PointToPoint
 from lockstep.comm.shm.python_group import PythonProcessGroup
 from lockstep.comm.shm.rank_states import PeerState
 from lockstep.comm.shm.rendezvous import GroupHandles
-from lockstep.comm.shm.torch_backends import NO_ACCELERATORS, AcceleratorBackends, TorchBackends
+from lockstep.comm.shm.torch_beside import NO_ACCELERATORS, AcceleratorBackends, TorchBackends
 from lockstep.comm.shm.torch_calls import TorchCalls
-from lockstep.comm.shm.work_queue import WorkQueue
+from lockstep.comm.shm.work import WorkQueue
 from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError
 from lockstep.settings import read_settings
 from lockstep.shards.tree import Node

@@ -8,11 +8,11 @@ from typing import final
 from torch import Tensor
 from torch.distributed import Work
 
-from lockstep.comm.shm.channels import PendingReceive, Receiver, Sender
 from lockstep.comm.shm.file_layout import MESSAGE
 from lockstep.comm.shm.memory import Memory
+from lockstep.comm.shm.messages import PendingReceive, Receiver, Sender
 from lockstep.comm.shm.peers import Peers
-from lockstep.comm.shm.work_queue import QueuedWork, WorkQueue
+from lockstep.comm.shm.work import QueuedWork, WorkQueue
 from lockstep.errors import GroupError
 
 

@@ -6,13 +6,13 @@ from torch.distributed import Store
 
 from lockstep.comm.hosts import GroupHosts, GroupMembers, GroupSetUp
 from lockstep.comm.shm.call_comparer import SharedMemoryComparer
+from lockstep.comm.shm.comparison import NUM_BYTES
 from lockstep.comm.shm.file_layout import PAGE, FileLayout
 from lockstep.comm.shm.group import ShmProcessGroup
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers
-from lockstep.comm.shm.published_calls import NUM_BYTES
 from lockstep.comm.shm.rendezvous import NotShared, connect_ranks
-from lockstep.comm.shm.torch_backends import NO_ACCELERATORS, AcceleratorBackends
+from lockstep.comm.shm.torch_beside import NO_ACCELERATORS, AcceleratorBackends
 
 
 def make_shm_group(

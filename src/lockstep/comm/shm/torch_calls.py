@@ -16,7 +16,7 @@ from lockstep.comm.shm.arguments import check_dense
 from lockstep.comm.shm.call_runner import CallRunner
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.phases import PhaseExchange
-from lockstep.comm.shm.torch_backends import TorchBackends
+from lockstep.comm.shm.torch_beside import TorchBackends
 from lockstep.processes.user_line import find_user_line
 
 

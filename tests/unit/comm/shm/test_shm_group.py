@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 
 import lockstep as ls
 from lockstep.comm.shm.arguments import describe_message, write_back
-from lockstep.comm.shm.channels import PendingReceive
+from lockstep.comm.shm.messages import PendingReceive
 from lockstep.errors import GroupError
 
 ONE = torch.tensor([1.0, -2.0, 3.0])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.comm.shm.completed_work import CompletedWork
-from lockstep.comm.shm.work_queue import QueuedWork, WorkQueue
+from lockstep.comm.shm.work import QueuedWork, WorkQueue
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError
 
 PATIENCE = 30
