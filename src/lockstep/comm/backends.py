@@ -19,9 +19,8 @@ from lockstep.comm.group import CallComparer, CheckedProcessGroup, type_of_backe
 from lockstep.comm.hosts import GroupMembers, GroupSetUp, current_set_up, known_hosts, remember_hosts
 from lockstep.comm.lost_ranks import report_uncaught_exceptions
 from lockstep.comm.open_calls import OPEN_GROUPS
-from lockstep.comm.shm.group import ShmProcessGroup
+from lockstep.comm.shm.group import ShmProcessGroup, make_shared_memory_comparer, make_shm_group
 from lockstep.comm.shm.rendezvous import NotShared
-from lockstep.comm.shm.set_up import make_shared_memory_comparer, make_shm_group
 from lockstep.comm.shm.torch_beside import NO_ACCELERATORS, AcceleratorBackends
 from lockstep.comm.stored_values import Deadline
 from lockstep.errors import PeerLostError

@@ -3,7 +3,7 @@
 Gloo and NCCL compare nothing: ranks that call different collectives get sums of unrelated tensors, hang or abort. This
 group compares the calls first, as the shm backend does: over shared memory where the ranks are on one host, else over a
 Gloo group of its own. Either a call waits for all ranks to make it, and nothing is exchanged if they differ; or, by
-default on one host, ranks compare without waiting. [`shm/published_calls.py`]
+default on one host, ranks compare without waiting. [`shm/comparison.py`]
 
 Messages between two ranks (`send`, `recv`) are not compared. An error of the backend that comes from the loss of a rank
 names that rank.

@@ -13,8 +13,8 @@ from lockstep.comm.bootstrap import process_group
 from lockstep.comm.bootstrap.process_group import backend_on_hosts, choose_backend
 from lockstep.comm.group import CheckedProcessGroup
 from lockstep.comm.hosts import GroupHosts
-from lockstep.comm.shm.call_runner import CallRunner
 from lockstep.comm.shm.group import ShmProcessGroup
+from lockstep.comm.shm.work import CallRunner
 
 CALLS: list[tuple[str, Any]] = []
 ONE_HOST = GroupHosts(identities=("a", "a"), host_names=("a", "a"))

@@ -11,10 +11,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lockstep.comm.shm import pipeline
+from lockstep.comm.shm import phases
 from lockstep.comm.shm.arithmetic import Reduction, reduce_into, schedule
-from lockstep.comm.shm.phases import NOWHERE, PhaseExchange
-from lockstep.comm.shm.pipeline import room_per_rank, share
+from lockstep.comm.shm.phases import NOWHERE, PhaseExchange, room_per_rank, share
 from lockstep.errors import CollectiveMismatchError
 
 _SHORT_BYTES: Final = 2 << 20
@@ -22,32 +21,32 @@ _SHORT_BYTES: Final = 2 << 20
 
 
 def all_reduce(exchange: PhaseExchange, tensor: Tensor, how: Reduction, call: bytes) -> None:
-    reduction = pipeline.one_per_rank(exchange, tensor, how)
+    reduction = phases.one_per_rank(exchange, tensor, how)
     if tensor.nbytes * exchange.size <= _SHORT_BYTES:
-        pipeline.run_short(exchange, reduction, call)
+        phases.run_short(exchange, reduction, call)
         return
     location = exchange.memory.locate(tensor)
     if location == NOWHERE:
-        pipeline.write_chunk(exchange, reduction, 0)
+        phases.write_chunk(exchange, reduction, 0)
     locations = exchange.compare_calls(call, location)
     if NOWHERE not in locations:
         _all_reduce_in_place(exchange, tensor, how, locations)
         return
     if any(place != NOWHERE for place in locations):
         # Some ranks, being in the group's memory, have not written their first chunk.
-        pipeline.write_chunk(exchange, reduction, 0)
+        phases.write_chunk(exchange, reduction, 0)
         exchange.end_phase()
-    pipeline.run_after_first_phase(exchange, reduction)
+    phases.run_after_first_phase(exchange, reduction)
 
 
-def ordered_all_reduce(exchange: PhaseExchange, reduction: pipeline.PartialReduction, call: bytes) -> None:
+def ordered_all_reduce(exchange: PhaseExchange, reduction: phases.PartialReduction, call: bytes) -> None:
     """Reduce what the ranks hold, several partials each, into the result of the reduction on every rank."""
     if reduction.num_slots * reduction.out.nbytes * exchange.size <= _SHORT_BYTES:
-        pipeline.run_short(exchange, reduction, call)
+        phases.run_short(exchange, reduction, call)
         return
-    pipeline.write_chunk(exchange, reduction, 0)
+    phases.write_chunk(exchange, reduction, 0)
     exchange.compare_calls(call)
-    pipeline.run_after_first_phase(exchange, reduction)
+    phases.run_after_first_phase(exchange, reduction)
 
 
 def reduce(exchange: PhaseExchange, tensor: Tensor, how: Reduction, root: int, call: bytes) -> None:

@@ -21,14 +21,15 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, Work
+from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from lockstep.comm.calls import describe_call
 from lockstep.comm.capabilities import GroupCapabilities
 from lockstep.comm.collectives import Collective, add_collectives, refuse_one_output_twice
+from lockstep.comm.hosts import GroupHosts, GroupMembers, GroupSetUp
 from lockstep.comm.lost_ranks import DeviceWatch, WatchedGroup
 from lockstep.comm.open_calls import CallEvents, describe_destroyed
-from lockstep.comm.shm import collectives, pipeline
+from lockstep.comm.shm import collectives, phases
 from lockstep.comm.shm.arguments import (
     check_dense,
     check_writable,
@@ -40,22 +41,61 @@ from lockstep.comm.shm.arguments import (
     write_back,
 )
 from lockstep.comm.shm.arithmetic import reduction
-from lockstep.comm.shm.call_runner import CallRunner
-from lockstep.comm.shm.file_layout import FileLayout
+from lockstep.comm.shm.comparison import NUM_BYTES, SharedMemoryComparer
+from lockstep.comm.shm.file_layout import PAGE, FileLayout
 from lockstep.comm.shm.memory import Memory
+from lockstep.comm.shm.messages import PointToPoint
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.phases import PhaseExchange
-from lockstep.comm.shm.point_to_point import PointToPoint
-from lockstep.comm.shm.python_group import PythonProcessGroup
 from lockstep.comm.shm.rank_states import PeerState
-from lockstep.comm.shm.rendezvous import GroupHandles
-from lockstep.comm.shm.torch_beside import NO_ACCELERATORS, AcceleratorBackends, TorchBackends
-from lockstep.comm.shm.torch_calls import TorchCalls
-from lockstep.comm.shm.work import WorkQueue
+from lockstep.comm.shm.rendezvous import GroupHandles, NotShared, connect_ranks
+from lockstep.comm.shm.torch_beside import NO_ACCELERATORS, AcceleratorBackends, TorchBackends, TorchCalls
+from lockstep.comm.shm.work import CallRunner, WorkQueue
 from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError
 from lockstep.settings import read_settings
 from lockstep.shards.tree import Node
 from lockstep.torch_private.compiler import keep_compiler_out_of_methods
+
+
+class PythonProcessGroup(ProcessGroup):
+    """A group without a C++ backend for CPU tensors, with the properties that torch reads from such a backend."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub lacks this form
+        self._name = ""
+        self._description = ""
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "shm"
+
+    # Torch keeps name and description in the backends of a group, of which this one has none.
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
+        self._description = description
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Whether `split_group` works: no, `new_group` does."""
+        return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether single calls can be collected into one: no, the coalesced collectives work as such."""
+        return False
+
+    @property
+    def supports_time_estimate(self) -> bool:
+        """Whether calls can be estimated instead of made: no."""
+        return False
+
 
 _CLOSING_SECONDS: Final = 1.0
 
@@ -154,7 +194,7 @@ class ShmProcessGroup(PythonProcessGroup):
         `parts` are flat, contiguous and like `out`; they are not written to, unless one is `out`. `layout` has the
         nodes of each rank, in the order of its parts; together they cover every shard once.
         """
-        described = pipeline.several_per_rank(parts, out, layout, num_shards)
+        described = phases.several_per_rank(parts, out, layout, num_shards)
         action = partial(collectives.ordered_all_reduce, self._exchange, described, call)
         return self._runner.start(call, action, [out], is_async=is_async)
 
@@ -324,3 +364,32 @@ def _close(  # everything but the group itself, which this must not keep alive
     inner.close()
     peers.close()
     memory.close()
+
+
+def make_shm_group(
+    store: Store,
+    rank: int,
+    timeout: timedelta,
+    members: GroupMembers,
+    set_up: GroupSetUp,
+    accelerators: AcceleratorBackends = NO_ACCELERATORS,
+) -> tuple[ShmProcessGroup | NotShared, GroupHosts]:
+    """Make a group of processes of one host (collective over its ranks); return it or why not, and the ranks' hosts."""
+    layout = FileLayout(len(members.names))
+    handles, hosts = connect_ranks(store, rank, layout, set_up.deadline, members, set_up.hosts)
+    if isinstance(handles, NotShared):
+        return handles, hosts
+    return ShmProcessGroup(store, rank, handles, layout, timeout, members.names, accelerators), hosts
+
+
+def make_shared_memory_comparer(
+    store: Store, rank: int, timeout: timedelta, members: GroupMembers, set_up: GroupSetUp, *, waits: bool
+) -> SharedMemoryComparer | None:
+    """Connect ranks that only compare calls (collective); None if they are not on one host."""
+    layout = FileLayout(len(members.names), send_buffer_bytes=NUM_BYTES, slot_bytes=PAGE)
+    handles, _ = connect_ranks(store, rank, layout, set_up.deadline, members, set_up.hosts)
+    if isinstance(handles, NotShared):
+        return None
+    memory = Memory(handles.descriptor, layout, rank)
+    peers = Peers(memory, rank, handles, timeout.total_seconds(), members.names)
+    return SharedMemoryComparer(memory, peers, waits=waits)

@@ -1,4 +1,4 @@
-"""Backends of torch within a shared-memory group, for what has no form in shared memory."""
+"""Backends of torch within a shared-memory group, and the calls that these make: compared if asked for, watched."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,22 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
+from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp, Store, Work
 
+from lockstep.comm.calls import describe_call
+from lockstep.comm.collective_call import CollectiveCall
+from lockstep.comm.collectives import Collective
 from lockstep.comm.gloo import GlooSockets, connect_gloo
+from lockstep.comm.group import ExplainedWork
 from lockstep.comm.hosts import FindLost
-from lockstep.comm.lost_ranks import ABORT_SECONDS
+from lockstep.comm.lost_ranks import ABORT_SECONDS, DeviceWatch
+from lockstep.comm.shm.arguments import check_dense
+from lockstep.comm.shm.peers import Peers
+from lockstep.comm.shm.phases import PhaseExchange
+from lockstep.comm.shm.work import CallRunner
 from lockstep.errors import GroupError
 from lockstep.processes.ending import start_thread_left_alone
+from lockstep.processes.user_line import find_user_line
 from lockstep.torch_private.groups import gloo_options, make_backend
 
 _LOOPBACK = "127.0.0.1"
@@ -133,3 +142,64 @@ class TorchBackends:
                 "for its device. (LS212)"
             ) from error
         return self._make_gloo(device_type)
+
+
+@final
+class TorchCalls:
+    def __init__(
+        self,
+        backends: TorchBackends,
+        runner: CallRunner,
+        exchange: PhaseExchange,
+        peers: Peers,
+        watch: DeviceWatch,
+        names: Sequence[int],
+        *,
+        compares: bool,
+    ) -> None:
+        self._backends = backends
+        self._runner = runner
+        self._exchange = exchange
+        self._peers = peers
+        self._device_watch = watch
+        self._names = names
+        self._compares = compares
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
+        check_dense("send", tensors[0])
+        return self._watch(self._backends.send(tensors, dst, tag), "send")
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
+        check_dense("recv", tensors[0])
+        return self._watch(self._backends.recv(tensors, src, tag), "recv")
+
+    def collective(self, collective: Collective, call: CollectiveCall, tensor: Tensor) -> Work:
+        """Make a call of the table's, of which shared memory cannot carry `tensor`."""
+        if collective.is_coalesced:
+            raise ValueError(
+                f"{call.name}: a tensor is {tensor.layout} on {tensor.device}, expected dense tensors on the CPU. Make "
+                "a call for each tensor. (LS207)"
+            )
+        method = collective.methods[0]
+        if tensor.device.type != "cpu":
+            self._runner.check_usable()
+            if self._compares:
+                self._runner.compare(collective.describe(call, self._names))
+            return self._watch(self._backends.call(tensor.device, method, call.arguments), call.name)
+        if method != "allreduce" or tensor.layout is not torch.sparse_coo:
+            check_dense(call.name, tensor)  # Gloo would refuse it too, but only when the others wait
+        elif call.op != ReduceOp.SUM:
+            raise ValueError(f"{call.name}: sparse tensors can be summed over ranks, and {call.op} is not SUM. (LS207)")
+        call.description = describe_call(call.name, ((tensor.dtype, tensor.shape),), "sparse, sum")
+
+        def action() -> None:
+            self._exchange.compare_calls(call.description)
+            self._backends.call(tensor.device, method, call.arguments).wait()
+
+        return self._runner.start(call.description, action, call.outputs, is_async=call.is_async)
+
+    def _watch(self, work: Work, name: str) -> Work:
+        """Return a call of a device's backend, watched, and with errors that name a lost rank."""
+        line = find_user_line()
+        self._device_watch.add(work, f"{name}{f' at {line}' if line else ''}")
+        return ExplainedWork(work, self._peers.explain_error, is_on_cpu=False)

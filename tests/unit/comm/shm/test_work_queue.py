@@ -11,8 +11,7 @@ from typing import Any, final
 import pytest
 import torch
 
-from lockstep.comm.shm.completed_work import CompletedWork
-from lockstep.comm.shm.work import QueuedWork, WorkQueue
+from lockstep.comm.shm.work import CompletedWork, QueuedWork, WorkQueue
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError
 
 PATIENCE = 30
