@@ -18,16 +18,22 @@ from typing import final
 
 from lockstep.channel.client import ChannelClosedError
 from lockstep.comm.generations import Generations
+from lockstep.processes.forking import call_in_children
 
 _CHUNK_BYTES = 4096
 
 
 @final
 class LeaveRequest:
-    """Asks the launcher once; if this worker cannot leave, calls `otherwise` in any thread (None: ends by SIGTERM)."""
+    """Asks the launcher once; if this worker cannot leave, calls `otherwise` in any thread (None: ends by SIGTERM).
+
+    After a refusal SIGTERM ends the worker where `handles` says that the handler of this request is the present one:
+    it may stand in native code that calls no handler.
+    """
 
     def __init__(self, generations: Generations, otherwise: Callable[[], None] | None = None) -> None:
         self.otherwise = otherwise or end_by_sigterm
+        self.handles: Callable[[], bool] = lambda: False
         self._generations = generations
         self._changing = threading.Lock()
         self._has_asked = False
@@ -55,48 +61,61 @@ class LeaveRequest:
         with self._changing:
             self._is_refused = True
             has_asked = self._has_asked
+        if self.handles():
+            _restore_default()
         if has_asked:
             self.otherwise()
 
 
 def leave_on_sigterm(request: LeaveRequest) -> None:
-    """Ask to leave when SIGTERM comes, unless something else handles it already (main thread only)."""
+    """Ask to leave when SIGTERM comes, unless something else handles it already (main thread only).
+
+    The handler itself asks, and so does a thread, which needs no line of Python to end first. Code of the user's may
+    take the thread's descriptor (asyncio does, and drops it again when its loop is closed), or call the handler from
+    one of its own. A child that is forked has neither the handler nor the descriptor.
+    """
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
+
+    def ask(_number: int, _frame: object) -> None:
+        request.ask_from_handler()
+
+    def is_ours() -> bool:
+        return signal.getsignal(signal.SIGTERM) is ask
+
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if before >= 0:  # an event loop of the user's: its byte stays its own
-        signal.set_wakeup_fd(before)
-        _handle_sigterm(lambda _number, _frame: request.ask_from_handler())
-        return
-
-    def ignore(_number: int, _frame: object) -> None:
-        """Do nothing: the thread below has got the byte."""
 
     def wait() -> None:
         while numbers := os.read(reader, _CHUNK_BYTES):
-            if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is ignore:
+            if signal.SIGTERM in numbers and is_ours():
                 request.ask()
 
-    _handle_sigterm(ignore)
-    threading.Thread(target=wait, name="waits for SIGTERM", daemon=True).start()
-
-
-def _handle_sigterm(handler: Callable[[int, object], None]) -> None:
-    """Set a handler until the interpreter shuts down: then it calls none any more, and SIGTERM would do nothing."""
-
     def undo() -> None:
-        if signal.getsignal(signal.SIGTERM) is handler:
+        """Undo it in a child, and before the interpreter shuts down: then it calls no handler any more."""
+        if is_ours():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if (current := signal.set_wakeup_fd(-1)) not in {writer, -1}:
+            signal.set_wakeup_fd(current)
 
-    signal.signal(signal.SIGTERM, handler)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if before >= 0:  # an event loop of the user's: its byte stays its own
+        signal.set_wakeup_fd(before)
+    else:
+        threading.Thread(target=wait, name="waits for SIGTERM", daemon=True).start()
+    signal.signal(signal.SIGTERM, ask)
+    request.handles = is_ours
     atexit.register(undo)
+    call_in_children(undo)
 
 
 def end_by_sigterm() -> None:
     """End this process by SIGTERM, from any thread; `signal.signal` works in the main thread only."""
-    ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
+    _restore_default()
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _restore_default() -> None:
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), None)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import final
 
+from lockstep.processes.forking import call_in_children
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 FORWARDED_SIGNAL = signal.SIGUSR1
 """The signal with which a launcher forwards a request to its workers. Repeated signals do not end a worker."""
@@ -69,7 +71,8 @@ def handle_stop_signals(
     """Handle stop signals as a request from now on, and unblock them; return a function that restores the handlers.
 
     A signal that was ignored before stays ignored. This does nothing outside the main thread, because only the main
-    thread may set handlers. `on_sigterm` is called in the signal handler, instead of making the request.
+    thread may set handlers. `on_sigterm` is called in the signal handler, instead of making the request. A child that
+    is forked has the former handlers: `Process.terminate` ends it.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
@@ -95,6 +98,8 @@ def handle_stop_signals(
 
     def undo() -> None:
         for number in handled:
-            signal.signal(number, before[number])
+            if signal.getsignal(number) is take:
+                signal.signal(number, before[number])
 
+    call_in_children(undo)
     return undo
