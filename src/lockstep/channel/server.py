@@ -1,16 +1,20 @@
 """The launcher's end of the channels: one thread that serves the store, and sends workers what concerns them."""
 
+import array
 import contextlib
+import fcntl
 import os
 import queue
 import selectors
 import socket
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import final
 
 from lockstep.channel.table import LineReader, Message, Table, encode
+from lockstep.errors import GroupError, clause
 
 _PIECE_BYTES = 1 << 16
 
@@ -31,7 +35,8 @@ class ChannelServer:
     """Serves the channels of the workers of one launch.
 
     A worker that does not read, because it is stopped, delays no other: what it has not read is kept for it.
-    `on_request` is called in the serving thread at every request of a worker.
+    `on_request` is called in the serving thread at every request of a worker. After an error of that thread the
+    channels are closed, and `check`, `settle` and `take_reports` raise `GroupError`.
     """
 
     def __init__(self, on_request: Callable[[], None] = lambda: None) -> None:
@@ -42,6 +47,8 @@ class ChannelServer:
         self._table = Table()
         self._connections: dict[int, _Connection] = {}
         self._wake_reader, self._wake_writer = _wake_pipe()
+        self._failure: Exception | None = None
+        self._settling: threading.Event | None = None
         self._thread = threading.Thread(target=self._serve, name="channels", daemon=True)
         self._thread.start()
 
@@ -53,10 +60,16 @@ class ChannelServer:
     def take_reports(self) -> list[tuple[int, Message]]:
         with contextlib.suppress(BlockingIOError):
             os.read(self._report_reader, _PIECE_BYTES)
-        taken = []
-        while not self.reports.empty():
-            taken.append(self.reports.get())
-        return taken
+        self.check()
+        return [self.reports.get() for _ in range(self.reports.qsize())]
+
+    def check(self) -> None:
+        """Raise `GroupError` if the thread that serves the channels has failed."""
+        if self._failure is not None:
+            what = f"{type(self._failure).__name__}: {clause(self._failure)}"
+            raise GroupError(
+                f"The launcher can no longer talk to its workers, because of an error of its own: {what}. (LS602)"
+            ) from self._failure
 
     @contextlib.contextmanager
     def worker_end(self, worker: int) -> Iterator[int]:
@@ -75,7 +88,8 @@ class ChannelServer:
         """Wait until all that workers have sent before now has been read, so that `take_reports` returns it."""
         settled = threading.Event()
         self._command("settle", 0, settled)
-        settled.wait()
+        settled.wait()  # the thread waits for no worker, and sets it also when it fails
+        self.check()
 
     def close(self) -> None:
         self._command("close", 0, None)
@@ -85,23 +99,47 @@ class ChannelServer:
 
     def _command(self, what: str, worker: int, with_what: _Argument) -> None:
         self._commands.put((what, worker, with_what))
-        _wake(self._wake_writer)
+        if self._failure is None:
+            _wake(self._wake_writer)
+        else:
+            self._refuse_commands()
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_reader, selectors.EVENT_READ, None)
+            try:
+                self._serve_until_closed(selector)
+            except Exception as error:  # noqa: BLE001 - whoever uses this object raises it
+                self._failure = error
+                self._refuse_commands()
+                _wake(self._report_writer)
+                for connection in list(self._connections.values()):
+                    self._drop(selector, connection)
+
+    def _refuse_commands(self) -> None:
+        if self._settling is not None:
+            self._settling.set()
+        with contextlib.suppress(queue.Empty):
             while True:
-                for key, events in selector.select():
-                    connection: _Connection | None = key.data
-                    if connection is None:
-                        os.read(self._wake_reader, _PIECE_BYTES)
-                        if not self._carry_out(selector):
-                            return
-                        continue
-                    if events & selectors.EVENT_WRITE and self._is_open(connection):
-                        self._flush(selector, connection)
-                    if events & selectors.EVENT_READ and self._is_open(connection):
-                        self._receive(selector, connection)
+                _, _, argument = self._commands.get_nowait()
+                if isinstance(argument, threading.Event):
+                    argument.set()
+                elif isinstance(argument, socket.socket):
+                    argument.close()
+
+    def _serve_until_closed(self, selector: selectors.BaseSelector) -> None:
+        selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        while True:
+            for key, events in selector.select():
+                connection: _Connection | None = key.data
+                if connection is None:
+                    os.read(self._wake_reader, _PIECE_BYTES)
+                    if not self._carry_out(selector):
+                        return
+                    continue
+                if events & selectors.EVENT_WRITE and self._is_open(connection):
+                    self._flush(selector, connection)
+                if events & selectors.EVENT_READ and self._is_open(connection):
+                    self._receive(selector, connection)
 
     def _carry_out(self, selector: selectors.BaseSelector) -> bool:
         """Carry out the commands of other threads; return False if this one is to end."""
@@ -112,6 +150,7 @@ class ChannelServer:
                     self._drop(selector, connection)
                 return False
             if isinstance(argument, threading.Event):
+                self._settling = argument
                 self._receive_all(selector)
                 argument.set()
             elif isinstance(argument, socket.socket):
@@ -122,24 +161,24 @@ class ChannelServer:
         return True
 
     def _receive_all(self, selector: selectors.BaseSelector) -> None:
-        def readable() -> list[_Connection]:
-            found = [(key.data, events) for key, events in selector.select(0)]
-            return [connection for connection, events in found if connection and events & selectors.EVENT_READ]
+        """Receive what has been sent until now, and no more: a worker may send without an end."""
+        for connection in list(self._connections.values()):
+            room = array.array("i", [0])
+            fcntl.ioctl(connection.socket, termios.FIONREAD, room)
+            while room[0] > 0 and self._is_open(connection):
+                room[0] -= self._receive(selector, connection)
 
-        while connections := readable():
-            for connection in connections:
-                self._receive(selector, connection)
-
-    def _receive(self, selector: selectors.BaseSelector, connection: _Connection) -> None:
+    def _receive(self, selector: selectors.BaseSelector, connection: _Connection) -> int:
+        """Receive a piece; return how many bytes it has."""
         try:
             piece = connection.socket.recv(_PIECE_BYTES)
         except BlockingIOError:
-            return
+            return 0
         except OSError:
             piece = b""
         if not piece:
             self._drop(selector, connection)
-            return
+            return 0
         try:
             for message in connection.reader.feed(piece):
                 if "report" in message:
@@ -149,9 +188,10 @@ class ChannelServer:
                 self._on_request()
                 for reply in self._table.answer(connection.worker, message):
                     self._send(selector, reply.worker, reply.message)
-        except (ValueError, KeyError, TypeError) as error:  # code of the user wrote to the descriptor
+        except (ValueError, KeyError, TypeError, RecursionError) as error:  # the user's code wrote to the descriptor
             self._send(selector, connection.worker, {"refused": f"{type(error).__name__}: {error}"})
             self._drop(selector, connection)
+        return len(piece)
 
     def _send(self, selector: selectors.BaseSelector, worker: int, message: Message) -> None:
         connection = self._connections.get(worker)

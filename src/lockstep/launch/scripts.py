@@ -259,6 +259,7 @@ class _ScriptWorkerPool:
             is_watched = deadline == math.inf and rendezvous.is_served and not rendezvous.was_found.is_set()
             if (stop := signals.wait(LOOK_SECONDS if is_watched else seconds)) is not None:
                 return stop
+            self._server.check()
             self._collect_exits()
             now = time.monotonic()
             if is_watched and now - looked_at >= LOOK_SECONDS:

@@ -316,16 +316,19 @@ def new_recording(wanted: Path | None) -> Path | None:
     if wanted is not None and settings.is_kept:
         return wanted
     try:
-        return make_private_recording(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        return make_private_recording()
     except OSError:
         return None
 
 
 def _job_name() -> str:
-    """Return a name that the workers of one job on this host have in common: they have one parent and one port."""
+    """Return a name that the workers of one job on this host have in common: they have one parent and one port.
+
+    Empty for a process by itself.
+    """
     variables = read_settings().launchers()
     if "MASTER_PORT" not in variables:
-        return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        return ""
     return f"port{variables['MASTER_PORT']}-{os.getppid()}"
 
 
@@ -358,20 +361,36 @@ def private_folder() -> Path:
     return folder
 
 
-def make_private_recording(name: str) -> Path:
+def make_private_recording(name: str = "") -> Path:
     """Return a folder for the recording of a job, and remove the oldest ones; several processes may call.
 
-    The name ends in `-` and the process that started the job: while that runs, the recording is not removed.
+    The name ends in `-` and the process that started the job: while that runs, the recording is not removed. Without a
+    name the folder is a new one: who removes it removes nothing of another launch of the same second.
     """
     folder = private_folder()
-    recording = folder / name
-    recording.mkdir(mode=0o700, exist_ok=True)
+    if name:
+        recording = folder / name
+        recording.mkdir(mode=0o700, exist_ok=True)
+    else:
+        recording = _make_new(folder)
     others = sorted((each for each in folder.iterdir() if each != recording), key=_made_at, reverse=True)
     for old in others[_NUM_KEPT:]:
         starter = old.name.rpartition("-")[2]
         if not Path(f"/proc/{starter}").exists():
             shutil.rmtree(old, ignore_errors=True)
     return recording
+
+
+def _make_new(folder: Path) -> Path:
+    moment, number = time.strftime("%Y%m%d-%H%M%S"), 1
+    while True:
+        recording = folder / f"{moment}{f'.{number}' if number > 1 else ''}-{os.getpid()}"
+        try:
+            recording.mkdir(mode=0o700)
+        except FileExistsError:
+            number += 1
+        else:
+            return recording
 
 
 def remove_if_over(recording: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import select
 import socket
 import threading
 import time
@@ -20,6 +21,7 @@ from lockstep.channel.table import LineReader, to_bytes, to_text
 from lockstep.comm.bootstrap.channel_store import ChannelStore
 from lockstep.comm.hosts import GroupMembers, find_hosts, host_identity
 from lockstep.comm.stored_values import Deadline
+from lockstep.errors import GroupError
 
 Message = dict[str, Any]
 
@@ -206,9 +208,63 @@ def test_a_report_reaches_the_launcher_with_the_worker_s_number(server: ChannelS
     assert server.reports.get(timeout=20) == (4, {"report": "ready", "shards": 12})
 
 
+def test_settling_ends_while_a_worker_sends_without_an_end(server: ChannelServer) -> None:
+    # It read until nothing was left, which it never was.
+    flood, over = connect(server, 0), threading.Event()
+
+    def report_on() -> None:
+        with contextlib.suppress(ChannelClosedError):
+            while not over.is_set():
+                flood.report("x" * 1000)
+
+    flooding = [threading.Thread(target=report_on) for _ in range(2)]
+    for thread in flooding:
+        thread.start()
+    connect(server, 1).report("ready")
+    settling = threading.Thread(target=server.settle, daemon=True)
+    settling.start()
+    settling.join(20)
+    over.set()
+    assert not settling.is_alive()
+    for thread in flooding:
+        thread.join(20)
+    assert (1, {"report": "ready"}) in server.take_reports()
+
+
+@pytest.mark.parametrize("uses", ["settle", "take_reports", "check"])
+def test_after_an_error_of_the_serving_thread_nobody_waits(uses: str) -> None:
+    # The launcher waited for a thread that had ended, and the workers for its answers.
+    def fail() -> None:
+        raise AssertionError("a defect")
+
+    server = ChannelServer(on_request=fail)
+    channel = connect(server, 0)
+    with pytest.raises(ChannelClosedError):
+        channel.request(None, "count")
+    assert select.select([server.report_descriptor], [], [], 20)[0]  # wakes who waits for reports
+    found: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            getattr(server, uses)()
+        except GroupError as error:
+            found.append(error)
+
+    using = threading.Thread(target=use, daemon=True)
+    using.start()
+    using.join(20)
+    assert [str(error) for error in found] == [
+        "The launcher can no longer talk to its workers, because of an error of its own: AssertionError: a defect. "
+        "(LS602)"
+    ]
+    with server.worker_end(1), pytest.raises(GroupError):
+        server.check()
+    server.close()
+
+
 def test_a_worker_that_sends_nonsense_loses_its_channel_alone(server: ChannelServer) -> None:
     other = store_of(server, 0)
-    nonsense = (b"[1]\n", b"\xff\n", b'{"op": "set"}\n', b'{"op": "explode", "key": "a"}\n', b'{"op": "get"}\n')
+    nonsense = (b"[1]\n", b"\xff\n", b'{"op": "set"}\n', b'{"op": "explode", "key": "a"}\n', b'{"op": "get"}\n', b"[" * 9**5 + b"\n")
     for worker, line in enumerate(nonsense, start=1):
         with server.worker_end(worker) as descriptor:
             broken = os.dup(descriptor)

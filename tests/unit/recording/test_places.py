@@ -92,6 +92,19 @@ def test_what_is_not_kept_is_removed_with_its_launcher(tmp_path: Path, monkeypat
     assert not (tmp_path / "run").exists()
 
 
+def test_launches_of_one_second_record_in_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first to end deleted what the other one wrote.
+    monkeypatch.setenv("LOCKSTEP_RECORDING", "off")
+    first, second = new_recording(None), new_recording(None)
+    assert first is not None
+    assert second is not None
+    with launch_recorded(second, 1):
+        with launch_recorded(first, 1):
+            pass
+        assert not first.exists()
+        assert open_in(second)
+
+
 def test_what_is_not_kept_is_removed_by_its_last_worker(tmp_path: Path) -> None:
     recorders = [WorkerRecorder() for _ in range(2)]
     for rank, recorder in enumerate(recorders):
