@@ -242,7 +242,8 @@ class ProcessEnds:
     def find_ended(self, peers: Sequence[int] | None = None, seconds: float = 0.0) -> int | None:
         """Return a rank, of `peers` if given, whose process has ended; None if none does within `seconds`."""
         poll = select.poll()
-        ranks = {self._descriptors[peer]: peer for peer in (peers or self._descriptors) if peer in self._descriptors}
+        asked = self._descriptors if peers is None else peers
+        ranks = {self._descriptors[peer]: peer for peer in asked if peer in self._descriptors}
         for descriptor in ranks:
             poll.register(descriptor, select.POLLIN)
         ready = poll.poll(seconds * 1000)

@@ -87,6 +87,17 @@ class Moments:
         if values:
             self.look_at_evaluation(values)
 
+    def will_end(self) -> bool:
+        """Return whether a callback of any worker has let the next step be the last one (collective)."""
+        if not self.callbacks:
+            return False
+
+        def requested(world: World) -> list[str]:
+            mine = self._state.end_reason or self._state.end_reason_after_step
+            return gather_results(world, lambda: mine, "agreeing on whether the next step is the last one")
+
+        return any(self._present.repeatable(requested))
+
     def note_save(self, path: Any) -> None:
         """Call `on_save` (collective)."""
         if self.callbacks:

@@ -13,6 +13,10 @@ from lockstep.launch.membership import WorkerLimits
 from lockstep.launch.scaling import Scaling
 from lockstep.launch.worker_pool import WorkerPool
 
+_NUMBER = re.compile(r"(?:gpu)?[ :]?(\d+(?::\d+)?)")
+_UUID = re.compile(r"(?:gpu|mig)-[\w/-]*")
+_LABEL = re.compile(r"\bGPU (\d+(?::\d+)?)(?= \()")
+
 
 @final
 class ScaleRequests:
@@ -97,7 +101,10 @@ class ScaleRequests:
 
     def _release(self, device: str, limits: WorkerLimits) -> str:
         members = self._continuation.generation.workers
-        found = [worker for worker in members if is_named(device, self._pool.devices[worker])]
+        named = {worker: parts for worker in members if (parts := named_parts(device, self._pool.devices[worker]))}
+        found = list(named)
+        if len(parts := set[str]().union(*named.values())) > 1:
+            raise RefusedError(f"{device} means {' and '.join(sorted(parts))}. Name one of them. (LS603)")
         if not found:
             raise RefusedError(f"No worker of this run uses {device}. It has {self.describe()}. (LS603)")
         num_left = len(members) - len(found)
@@ -111,11 +118,14 @@ class ScaleRequests:
         return f"{counted(len(found), 'worker')} of {len(members)} will leave after the current step."
 
 
-def is_named(name: str, device: Device) -> bool:
-    """Return whether a device has a name: "GPU2", "2", a part of its UUID from the beginning, as in `device_ids`."""
+def named_parts(name: str, device: Device) -> set[str]:
+    """Return the cards of a device that a name means, as `device_ids` names them: "GPU2", "2", "0:1", UUIDs.
+
+    The number of a card that is split by MIG means none of its instances; a UUID may be given by its beginning.
+    """
     if not device.visible:
-        return False
-    number = re.fullmatch(r"(?:gpu)?[ :]?(\d+)", name.strip(), re.IGNORECASE)
-    if number is not None:
-        return re.match(rf"GPU {number[1]}\b", device.label) is not None
-    return any(each.lower().startswith(name.strip().lower()) for each in device.visible.split(","))
+        return set()
+    wanted = name.strip().lower()
+    if (number := _NUMBER.fullmatch(wanted)) is not None:
+        return {each for each in _LABEL.findall(device.label) if each == number[1]}
+    return {each for each in device.visible.split(",") if _UUID.fullmatch(wanted) and each.lower().startswith(wanted)}

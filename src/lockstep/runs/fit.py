@@ -179,8 +179,8 @@ class TrainingContext:
 def _train_epochs(training: TrainingContext) -> dict[str, Any] | None:
     """Train, evaluate and save each epoch; return the last evaluation, or None if the run has to stop.
 
-    A request to stop that arrives during evaluation or saving takes effect afterwards. After the last epoch it is
-    ignored.
+    A request to stop that arrives during evaluation or saving takes effect afterwards. After the last epoch, or where a
+    callback ends the run in the same step, it is ignored: a resumed run would know nothing of what the callback wants.
     """
     config, parts, trainer = training.config, training.parts, training.parts.trainer
     test: dict[str, Any] = {}
@@ -199,9 +199,9 @@ def _train_epochs(training: TrainingContext) -> dict[str, Any] | None:
         values = values_of(test)
         training.recorder.record(finished(*split_by_set(parts, values)))
         training.save(values)
-        if epoch + 1 < config.epochs and trainer.repeatable(
-            lambda world: any(world.gather_objects(training.stop.is_made))
-        ):
+        if is_last or trainer.is_ending:
+            continue
+        if trainer.repeatable(lambda world: any(world.gather_objects(training.stop.is_made))):
             return None
     return test
 
@@ -230,10 +230,11 @@ def _train_epoch(
             break
         if trainer.cursor.epoch == epoch:  # after the last step the epoch is evaluated first
             is_due = config.save_every is not None and trainer.global_step % config.save_every == 0
-            if is_due or result.should_stop:
+            stops = result.should_stop and not trainer.moments.will_end()
+            if is_due or stops:
                 losses.record_last()  # a run that is resumed here needs the losses of all steps before
                 training.save({})
-            if result.should_stop:
+            if stops:
                 return None
     losses.record_last()
     is_whole = trainer.cursor.epoch != epoch  # else a callback has ended the run

@@ -264,7 +264,14 @@ def test_after_an_error_of_the_serving_thread_nobody_waits(uses: str) -> None:
 
 def test_a_worker_that_sends_nonsense_loses_its_channel_alone(server: ChannelServer) -> None:
     other = store_of(server, 0)
-    nonsense = (b"[1]\n", b"\xff\n", b'{"op": "set"}\n', b'{"op": "explode", "key": "a"}\n', b'{"op": "get"}\n', b"[" * 9**5 + b"\n")
+    nonsense = (
+        b"[1]\n",
+        b"\xff\n",
+        b'{"op": "set"}\n',
+        b'{"op": "explode", "key": "a"}\n',
+        b'{"op": "get"}\n',
+        b"[" * 9**5 + b"\n",
+    )
     for worker, line in enumerate(nonsense, start=1):
         with server.worker_end(worker) as descriptor:
             broken = os.dup(descriptor)

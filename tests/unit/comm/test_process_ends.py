@@ -35,6 +35,7 @@ def test_a_killed_process_is_found_and_one_that_cannot_be_watched_is_not() -> No
     os.kill(child, signal.SIGKILL)
     assert watched.find_ended(seconds=50) == 1
     assert watched.find_ended([1]) == 1
+    assert watched.find_ended([]) is None  # none was asked about: all were looked at
     assert ends.find_ended() is None
     os.waitpid(child, 0)
 

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import lockstep as ls
+
 calls, stop, call_to_stop = 0, None, None
 
 def net():
@@ -35,6 +37,11 @@ def loss(output, target):
     if calls == call_to_stop:
         stop.make()
     return nn.functional.mse_loss(output, target)
+
+class End(ls.Callback):
+    def on_step(self, trainer, result):
+        if trainer.global_step == 1:
+            trainer.request_end("it is enough")
 """
 VALUES = {"model": "stopping:net", "data": "stopping:data", "loss": "stopping:loss", "epochs": 2, "async_save": False}
 VALUES |= {"batch_size": 8, "num_shards": 1, "keep": 9}
@@ -76,6 +83,27 @@ def test_a_run_stops_after_the_step_or_the_evaluation_in_which_it_is_asked(
 @pytest.mark.parametrize("call", [9, 11])
 def test_a_run_that_is_asked_after_its_last_step_has_ended_well(tmp_path: Path, call: int) -> None:
     assert isinstance(train(tmp_path / "run", call), FitResult)
+
+
+@pytest.mark.parametrize("call", [1, 2, 4])
+@pytest.mark.parametrize(
+    "ends", [{"callbacks": ["stopping:End"]}, {"max_steps": 2}, {"early_stopping": {"patience": 1}}]
+)
+def test_a_run_that_a_callback_ends_in_the_step_of_the_request_has_ended(
+    tmp_path: Path, call: int, ends: dict[str, Any]
+) -> None:
+    # It stopped, and a resumed run knew nothing of what the callback had asked for: it trained on.
+    if "early_stopping" in ends:
+        ends, call = {"early_stopping": {"patience": 1, "min_delta": 9.0}, "epochs": 4}, call + 6
+    whole = train(tmp_path / "whole", **ends)
+    stopped = train(tmp_path / "run", call, **ends)
+    assert isinstance(whole, FitResult)
+    if "early_stopping" in ends and call < 9:  # before the evaluation that decides
+        assert isinstance(stopped, StopResult)
+        return
+    assert isinstance(stopped, FitResult)
+    assert (stopped.digest, stopped.end_reason) == (whole.digest, whole.end_reason)
+    assert stopped.end_reason
 
 
 def test_a_state_that_could_not_be_saved_is_an_error_though_saves_may_fail(tmp_path: Path) -> None:

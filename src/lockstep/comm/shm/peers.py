@@ -114,19 +114,21 @@ class Peers:
         lost_since: float | None = None
         self._states.publish_waiting(call)
         event = self._record_wait(-1, call)
-        while (source := take()) is None:
-            if self._sleepers.sleep(address, _POLL_SECONDS):
-                continue
-            self._check_broken()
-            if all(self._states.find_lost([peer]) is not None for peer in peers):
-                source = take()
-                if source is not None:
-                    break
-                self.check(peers)
-            lost_since = self._check_killed(lost_since)
-            self._check_time(started, call, "any rank")
-        self._recorder.end(event)
-        self._states.publish_waiting(b"")
+        try:
+            while (source := take()) is None:
+                if self._sleepers.sleep(address, _POLL_SECONDS):
+                    continue
+                self._check_broken()
+                if all(self._states.find_lost([peer]) is not None for peer in peers):
+                    source = take()
+                    if source is not None:
+                        break
+                    self.check(peers)
+                lost_since = self._check_killed(lost_since)
+                self._check_time(started, call, "any rank")
+        finally:
+            self._recorder.end(event)
+        self._states.publish_waiting(b"")  # after an error the text stays, for the messages of the other ranks
         return source
 
     def check(self, peers: Sequence[int]) -> None:

@@ -20,6 +20,7 @@ import array
 import json
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
@@ -54,8 +55,6 @@ _LONGER_SECONDS = 5.0
 """How much longer the others wait than rank 0, which reports the missing ranks."""
 _LOOK_SECONDS = 0.1
 """How often rank 0, while it waits for a rank, looks whether the group is still to be made."""
-_SHORTEST_SECONDS = 0.001
-"""Zero would make a socket non-blocking."""
 _GRACE_SECONDS = 1.0
 """The least time for a rank that has set its key in time to connect, and then to map the file."""
 
@@ -181,14 +180,12 @@ def _receive_all(
     with ExitStack() as undo, ExitStack() as done, _publishing_reason(store, _FAILED):
         descriptor = memory.create_file(layout)
         undo.callback(os.close, descriptor)
-        while len(connections) < layout.size - 1:
-            try:
-                connection = _accept(store, listener, deadline.seconds_left(_GRACE_SECONDS))
-            except TimeoutError as error:
-                missing = [names[rank] for rank in range(1, layout.size) if rank not in connections]
-                raise GroupError(explain_missing(missing, layout.size, deadline.limit)) from error
-            done.callback(connection.close)
-            _admit(connection, connections, pids, deadline)
+        try:
+            for rank, connection, pid in _accept_ranks(store, listener, layout.size, deadline, done):
+                connections[rank], pids[rank] = connection, pid
+        except TimeoutError as error:
+            missing = [names[rank] for rank in range(1, layout.size) if rank not in connections]
+            raise GroupError(explain_missing(missing, layout.size, deadline.limit)) from error
         hello = json.dumps([pids[rank] for rank in range(layout.size)]).encode()
         for rank, connection in connections.items():
             with _loss_explained(names[rank], partial(_read_reason, store, _LEFT.format(rank))):
@@ -205,36 +202,62 @@ def _receive_all(
     return GroupHandles(descriptor=descriptor, pidfds=pidfds, pids=pids)
 
 
-def _accept(store: Store, listener: socket.socket, seconds: float) -> socket.socket:
-    """Wait for a connection; TimeoutError after `seconds`, GroupError if the launcher has given this group up."""
-    end = time.monotonic() + seconds
-    while True:
-        listener.settimeout(min(max(end - time.monotonic(), _SHORTEST_SECONDS), _LOOK_SECONDS))
-        try:
-            return listener.accept()[0]
-        except TimeoutError:
-            if time.monotonic() >= end:
-                raise
-        with store_loss_explained():
-            store.check([_ADDRESS])
+def _accept_ranks(
+    store: Store, listener: socket.socket, size: int, deadline: Deadline, done: ExitStack
+) -> Iterator[tuple[int, socket.socket, int]]:
+    """Yield the connection and the process of each other rank.
+
+    A connection may be from any process, and send anything or nothing: none is waited for by itself, and one that is no
+    rank's is closed. `TimeoutError`: a rank is missing; `GroupError`: the launcher has given this group up.
+    """
+    missing = set(range(1, size))
+    begun: dict[socket.socket, bytes] = {}
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        end = time.monotonic() + deadline.seconds_left(_GRACE_SECONDS)
+        while missing:
+            ready = [key.fileobj for key, _ in selector.select(min(max(end - time.monotonic(), 0.0), _LOOK_SECONDS))]
+            if listener in ready:
+                with suppress(BlockingIOError):  # it was closed again
+                    connection = listener.accept()[0]
+                    if _peer_credentials(connection)[1] == os.geteuid():
+                        done.callback(connection.close)
+                        connection.setblocking(False)
+                        selector.register(connection, selectors.EVENT_READ)
+                        begun[connection] = b""
+                    else:
+                        connection.close()
+            for connection in [each for each in begun if each in ready]:
+                rank = _read_rank(connection, begun)
+                if rank is None:
+                    continue
+                del begun[connection]
+                selector.unregister(connection)
+                if rank not in missing:
+                    connection.close()
+                    continue
+                missing.discard(rank)
+                connection.settimeout(deadline.seconds_left(_GRACE_SECONDS))
+                yield rank, connection, _peer_credentials(connection)[0]
+                end = time.monotonic() + deadline.seconds_left(_GRACE_SECONDS)
+            if missing and time.monotonic() >= end:
+                raise TimeoutError
+            if not ready:
+                with store_loss_explained():
+                    store.check([_ADDRESS])
 
 
-def _admit(
-    connection: socket.socket, connections: dict[int, socket.socket], pids: dict[int, int], deadline: Deadline
-) -> None:
-    """Read and store the rank of a connection, or close it: it may be from any process and send anything or nothing."""
-    connection.settimeout(deadline.seconds_left(_GRACE_SECONDS))
-    pid, uid = _peer_credentials(connection)
-    hello = b""
-    if uid == os.geteuid():
-        with suppress(OSError):
-            hello = connection.recv(_NUMBER.size)
-    rank = _NUMBER.unpack(hello)[0] if len(hello) == _NUMBER.size else 0
-    if rank == 0 or rank in connections:
-        connection.close()
-        return
-    connections[rank] = connection
-    pids[rank] = pid
+def _read_rank(connection: socket.socket, begun: dict[socket.socket, bytes]) -> int | None:
+    """Return the rank that a connection has sent, -1 if it is no rank's; None if more must come."""
+    try:
+        piece = connection.recv(_NUMBER.size - len(begun[connection]))
+    except OSError:
+        piece = b""
+    if not piece:
+        return -1
+    begun[connection] += piece
+    return _NUMBER.unpack(begun[connection])[0] if len(begun[connection]) == _NUMBER.size else None
 
 
 def _join(store: Store, address: str, rank: int, deadline: Deadline, names: Sequence[int]) -> GroupHandles:

@@ -1,9 +1,12 @@
 """Meeting in one process: who does not come, and who should not."""
 
+import json
 import logging
 import os
+import socket
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -11,9 +14,13 @@ import torch.distributed as dist
 from lockstep.comm import hosts
 from lockstep.comm.hosts import GroupHosts, GroupMembers
 from lockstep.comm.shm import rendezvous
-from lockstep.comm.shm.file_layout import FileLayout
+from lockstep.comm.shm.file_layout import PHASE, FileLayout
+from lockstep.comm.shm.memory import Memory, create_file
+from lockstep.comm.shm.peers import Peers
 from lockstep.comm.stored_values import Deadline
-from lockstep.errors import GroupError, PeerLostError
+from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError
+from lockstep.recording import EventKind, open_recorder, own_recorder
+from lockstep.recording.reading import read_recording
 
 LONG = timedelta(seconds=30)
 
@@ -80,3 +87,52 @@ def test_ranks_that_were_in_time_may_connect_when_the_time_is_up(monkeypatch: py
         assert isinstance(handles, rendezvous.GroupHandles)
         for descriptor in (handles.descriptor, *handles.pidfds.values()):
             os.close(descriptor)
+
+
+def test_strangers_neither_end_a_meeting_nor_hold_it_up() -> None:
+    # One that sent a rank too large ended it in a KeyError; for one that sent nothing rank 0 waited till its deadline.
+    store = dist.HashStore()
+    found: list[object] = []
+
+    def connect(rank: int) -> None:
+        found.append(rendezvous.connect_ranks(store, rank, FileLayout(3), Deadline.after(LONG))[0])
+
+    first = threading.Thread(target=connect, args=(0,))
+    first.start()
+    store.wait(["address"], timedelta(seconds=20))
+    address = json.loads(store.get("address"))[0]
+    strangers = []
+    for sent in (b"", b"\x01", b"\x07\x00\x00\x00", b"\xff\xff\xff\xff", b"\x00\x00\x00\x00"):
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.connect(f"\0{address}")
+        stranger.sendall(sent)
+        strangers.append(stranger)
+    others = [threading.Thread(target=connect, args=(rank,)) for rank in (1, 2)]
+    for thread in others:
+        thread.start()
+    for thread in (first, *others):
+        thread.join(20)
+    assert [type(handles) for handles in found] == [rendezvous.GroupHandles] * 3
+    for stranger in strangers:
+        stranger.close()
+    for handles in found:
+        assert isinstance(handles, rendezvous.GroupHandles)
+        for descriptor in (handles.descriptor, *handles.pidfds.values()):
+            os.close(descriptor)
+
+
+def test_a_wait_for_any_rank_that_fails_is_over_in_the_recording(tmp_path: Path) -> None:
+    # Its event stayed open, and the doctor said that the rank waits until its end.
+    recorder = own_recorder()
+    try:
+        assert open_recorder(recorder, tmp_path, worker=0, rank=0, world_size=1, capacity=256)
+        layout = FileLayout(1)
+        memory = Memory(create_file(layout), layout, 0)
+        peers = Peers(memory, 0, rendezvous.GroupHandles(descriptor=0, pidfds={}, pids={0: os.getpid()}), 0.01, [0])
+        with pytest.raises(CollectiveTimeoutError):
+            peers.wait_for_any([], peers.semaphore(PHASE, 0, 0), b"recv", lambda: None)
+    finally:
+        recorder.close()
+    (found,) = read_recording(tmp_path)
+    assert found.last(EventKind.WAITING) is not None
+    assert found.under_way([EventKind.WAITING]) == []
