@@ -29,7 +29,7 @@ from lockstep.runs.fit import FitResult, fit
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
 MODULE = '''
-import os, signal, threading, time
+import glob, os, signal, threading, time
 from collections import Counter
 import torch
 from torch import nn
@@ -40,8 +40,14 @@ counts = Counter()
 worker = os.getpid()
 
 def reach(moment):
-    """Count the moment, and die in it if DEATHS has "RANK MOMENT NUMBER", of which one worker dies."""
+    """Count the moment, and die in it if DEATHS has "RANK MOMENT NUMBER", of which one worker dies, or all, once."""
     counts[moment] += 1
+    num_workers = int(os.environ.get("WORLD_SIZE", 1))
+    if f"all {moment} {counts[moment]}" in DEATHS and len(glob.glob("all-*")) < num_workers:
+        open(f"all-{worker}", "w").close()
+        while len(glob.glob("all-*")) < num_workers:
+            time.sleep(0.001)
+        os.kill(worker, signal.SIGKILL)
     death = f"{os.environ.get('RANK')} {moment} {counts[moment]}"
     if death not in DEATHS:
         return
@@ -257,6 +263,19 @@ def test_workers_join_and_leave_a_run(tmp_path: Path, monkeypatch: pytest.Monkey
     ]
     assert [row["generation"] for row in rows] == [1, 2, 3]
     assert not (found.folder / ".control").exists()
+
+
+@pytest.mark.parametrize(
+    ("workers", "deaths", "since"), [(2, "all forward 9", "step-00000003"), (1, "all build 1", "")]
+)
+def test_a_run_whose_workers_are_all_killed_goes_on_from_its_newest_checkpoint(
+    whole: Outcome, tmp_path: Path, workers: int, deaths: str, since: str
+) -> None:
+    # As where a container reaches its limit of memory. The launcher printed the command that does it.
+    found = train(tmp_path, workers, deaths, "respawn=1", "async_save=false")
+    check_equal(found, whole)
+    said = f"The run goes on from {since}.ckpt with 2 workers" if since else "It starts again with 1 worker"
+    assert said in found.stderr
 
 
 def test_a_run_of_which_all_was_killed_is_continued_by_the_same_command(whole: Outcome, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ OTHERS_CODE = {
         "engine/recovery.py: _log",
         "engine/state_file.py: raise_on_all_ranks",
         "launch/requests.py: ScaleRequests._resize",
-        "launch/restarts.py: _with_reasons",
+        "launch/restarts.py: call_with_restarts",
         "launch/supervision.py: Supervision._error",
         "parallel/comparison/batches.py: UnevenBatchWarning._warn",
         "parallel/comparison/ending.py: EndOfScript._tell",

@@ -12,8 +12,7 @@ from lockstep.cli.main import DEBUG, FORCE, command
 from lockstep.devices import place_workers
 from lockstep.errors import UsageError
 from lockstep.launch.output import print_message
-from lockstep.launch.restarts import run_with_restarts
-from lockstep.launch.scripts import GRACE_SECONDS, ScriptJob, python_program
+from lockstep.launch.scripts import GRACE_SECONDS, ScriptJob, python_program, run_with_restarts
 
 CONTEXT = {"allow_interspersed_args": False}
 """Settings of the command: everything after SCRIPT is an argument of the script."""

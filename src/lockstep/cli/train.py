@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,8 +29,8 @@ from lockstep.events import Recorder, Recorders
 from lockstep.launch.elastic import Elastic
 from lockstep.launch.external import find_launcher, join_started, run_here
 from lockstep.launch.launcher import LaunchSettings, call_on_workers, make_template
-from lockstep.launch.messages import Run
-from lockstep.launch.starting import StartAgain
+from lockstep.launch.messages import Run, pack_call
+from lockstep.launch.restarts import StartAgain
 from lockstep.processes.stop_signals import StopRequest, handle_stop_signals, ignore_stop_signals, stop_signals_handled
 from lockstep.recording.file_format import RECORDING_NAME
 from lockstep.report import MetricsFile, PlainLines, ProgressBar, Succession, sum_epoch
@@ -42,6 +42,7 @@ from lockstep.runs.opening import OpenedRun, OpenRequest, open_run
 from lockstep.settings import WorldVariables, read_settings
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint import Manifest
     from lockstep.runs.resuming import Resume
 
 
@@ -198,7 +199,7 @@ def _warn_of_no_effect(config: Config, why: str) -> None:
 
 
 def _start_again(job: Job, placement: Placement) -> StartAgain | None:
-    """Return when all workers are started again, because some were lost before the first step; None for never."""
+    """Return how all workers are started again where some were lost and others cannot continue; None for never."""
     if not job.config.continues_on(_types(placement)):
         return None
     metrics = job.run_dir / METRICS_NAME
@@ -207,9 +208,23 @@ def _start_again(job: Job, placement: Placement) -> StartAgain | None:
         return metrics.stat().st_size if metrics.exists() else 0, find_checkpoints(job.run_dir)
 
     before = read_progress()
+
+    def resume() -> tuple[str, bytes]:
+        found = find_checkpoints(job.run_dir)
+        allowed = job.resume.allowed if job.resume is not None else frozenset[str]()
+        if found:
+            from lockstep.checkpoint import read_manifest
+
+            where, resumed = found[0].name, _resume_from(found[0], read_manifest(found[0]), metrics, allowed)
+        else:
+            MetricsFile(metrics).rewind(0)
+            where, resumed = "its beginning, because no checkpoint was saved yet,", job.resume
+        return where, pack_call(train_worker, (replace(job, resume=resumed),), {})
+
     return StartAgain(
         min_workers=job.config.min_workers,
         is_unchanged=lambda: read_progress() == before,
+        resume=resume,
         tell=lambda text: typer.echo(text, err=True),
     )
 
@@ -333,22 +348,22 @@ def _open(wanted: OpenRequest, held: ExitStack) -> Job:
     if opened.origin is None:
         MetricsFile(metrics).rewind(0)  # of a run that was killed before its first checkpoint, with resume: auto
     else:
-        from lockstep.runs.resuming import Resume
-
         _show_origin(opened, wanted.resumed)
         manifest = opened.origin.manifest
         before = opened.origin.run_dir
         if before is not None and before != opened.run_dir and (before / METRICS_NAME).exists():
             metrics.write_bytes((before / METRICS_NAME).read_bytes())
-        MetricsFile(metrics).rewind(manifest.global_step)
-        loss, weight = sum_epoch(metrics, manifest.epoch)
-        resume = Resume(
-            path=opened.origin.checkpoint,
-            allowed=frozenset(wanted.allowed),
-            epoch_loss=loss,
-            epoch_weight=weight,
-        )
+        resume = _resume_from(opened.origin.checkpoint, manifest, metrics, frozenset(wanted.allowed))
     return Job(config=wanted.config, run_dir=opened.run_dir, resume=resume, code=Path(sys.path[0]))
+
+
+def _resume_from(checkpoint: Path, manifest: "Manifest", metrics: Path, allowed: frozenset[str]) -> "Resume":
+    """Remove the lines of the metrics that are later than a checkpoint; return how a run goes on from it."""
+    from lockstep.runs.resuming import Resume
+
+    MetricsFile(metrics).rewind(manifest.global_step)
+    loss, weight = sum_epoch(metrics, manifest.epoch)
+    return Resume(path=checkpoint, allowed=allowed, epoch_loss=loss, epoch_weight=weight)
 
 
 def _show_origin(opened: OpenedRun, resumed: str | None) -> None:

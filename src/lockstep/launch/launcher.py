@@ -32,12 +32,11 @@ from lockstep.launch.fencing import Fencing
 from lockstep.launch.launch_recorder import launch_recorded
 from lockstep.launch.messages import Report, WorkerTask, pack_call
 from lockstep.launch.requests import ScaleRequests
-from lockstep.launch.restarts import call_with_restarts, check_restarts
+from lockstep.launch.restarts import Attempt, Restarts, StartAgain, call_with_restarts
 from lockstep.launch.results import load_result
 from lockstep.launch.scaling import Scaling
 from lockstep.launch.signals import SignalForwarding, sigint_held_back
 from lockstep.launch.started_worker import StartedWorker
-from lockstep.launch.starting import StartAgain, call_until_begun
 from lockstep.launch.store import reserved_port
 from lockstep.launch.supervision import Supervision
 from lockstep.launch.template import WorkerTemplate
@@ -121,7 +120,7 @@ def launch(
         max_restarts=max_restarts,
         elastic=FIXED if elastic is None else elastic,
     )
-    check_restarts(max_restarts)
+    Restarts(max_restarts, _LOGGER.warning)  # refuses a number that is none, whoever starts the workers
     launcher_variables = find_launcher()
     if launcher_variables is not None:
         return run_here(
@@ -149,7 +148,7 @@ class LaunchSettings:
     recording: Path | None = None
     """The folder where the workers record what they do; None for one in the private folder."""
     start_again: StartAgain | None = None
-    """When all are started again, because some were lost before the first step; None for never."""
+    """How all are started again where some were lost and the others cannot continue; None for never."""
     template: WorkerTemplate | None = None
     """What workers are forked of; None to make one where it is of use."""
     needs_every_result: bool = True
@@ -181,15 +180,12 @@ def call_on_workers(
                 replaces=settings.elastic != FIXED or settings.max_restarts > 0,
             )
         reports = call_with_restarts(
-            lambda: call_until_begun(
-                lambda placed: _call_once(call, placed, settings, forwarding, template),
-                placement,
-                settings.elastic,
-                settings.start_again,
-            ),
-            settings.max_restarts,
+            lambda attempt: _call_once(attempt, settings, forwarding, template),
+            Attempt(placement=placement, call=call),
+            Restarts(settings.max_restarts, _LOGGER.warning),
             lambda: not forwarding.is_requested and not (settings.stop is not None and settings.stop.is_made),
-            _LOGGER.warning,
+            settings.elastic.limit,
+            settings.start_again,
         )
     return [load_result(report) for report in reports]
 
@@ -216,13 +212,10 @@ def make_template(
 
 
 def _call_once(
-    call: bytes,
-    placement: Placement,
-    settings: LaunchSettings,
-    forwarding: SignalForwarding,
-    template: WorkerTemplate | None,
+    attempt: Attempt, settings: LaunchSettings, forwarding: SignalForwarding, template: WorkerTemplate | None
 ) -> list[Report]:
     """Start the workers and wait for them; all have ended when this returns."""
+    placement = attempt.placement
     if template is not None:
         template.is_usable()  # where Ctrl-C still interrupts
     with ExitStack() as stack:
@@ -250,7 +243,7 @@ def _call_once(
             recording="" if recording is None else str(recording.absolute()),
             folder=pool.folder,
             capacity=read_settings().recording().capacity,
-            call=call,
+            call=attempt.call,
         )
         for rank, device in enumerate(placement.devices):
             pool.start(replace(first, worker=rank, rank=rank, device=device.name), device)

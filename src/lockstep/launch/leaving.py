@@ -68,47 +68,52 @@ class LeaveRequest:
 
 
 def leave_on_sigterm(request: LeaveRequest) -> None:
-    """Ask to leave when SIGTERM comes, unless something else handles it already (main thread only).
-
-    The handler itself asks, and so does a thread, which needs no line of Python to end first. Code of the user's may
-    take the thread's descriptor (asyncio does, and drops it again when its loop is closed), or call the handler from
-    one of its own. A child that is forked has neither the handler nor the descriptor.
-    """
+    """Ask to leave when SIGTERM comes, unless something else handles it already (main thread only)."""
     if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        handler = _Handler(request)
+        signal.signal(signal.SIGTERM, handler)
+        request.handles = handler.is_present
+        atexit.register(handler.undo)
+        call_in_children(handler.undo)
 
-    def ask(_number: int, _frame: object) -> None:
-        request.ask_from_handler()
 
-    def is_ours() -> bool:
-        return signal.getsignal(signal.SIGTERM) is ask
+@final
+class _Handler:
+    """Asks to leave, and so does a thread, which needs no line of Python to end first.
 
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    Code of the user's may take the thread's descriptor (asyncio does, and drops it again when its loop is closed), or
+    call this from a handler of its own. A child that is forked has neither the handler nor the descriptor.
+    """
 
-    def wait() -> None:
-        while numbers := os.read(reader, _CHUNK_BYTES):
-            if signal.SIGTERM in numbers and is_ours():
-                request.ask()
+    def __init__(self, request: LeaveRequest) -> None:
+        self._request = request
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        if before >= 0:  # an event loop of the user's: its byte stays its own
+            signal.set_wakeup_fd(before)
+        else:
+            threading.Thread(target=self._wait, name="waits for SIGTERM", daemon=True).start()
 
-    def undo() -> None:
+    def __call__(self, _number: int, _frame: object) -> None:
+        self._request.ask_from_handler()
+
+    def is_present(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) is self
+
+    def undo(self) -> None:
         """Undo it in a child, and before the interpreter shuts down: then it calls no handler any more."""
-        if is_ours():
+        if self.is_present():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if (current := signal.set_wakeup_fd(-1)) not in {writer, -1}:
+        if (current := signal.set_wakeup_fd(-1)) not in {self._writer, -1}:
             signal.set_wakeup_fd(current)
 
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if before >= 0:  # an event loop of the user's: its byte stays its own
-        signal.set_wakeup_fd(before)
-    else:
-        threading.Thread(target=wait, name="waits for SIGTERM", daemon=True).start()
-    signal.signal(signal.SIGTERM, ask)
-    request.handles = is_ours
-    atexit.register(undo)
-    call_in_children(undo)
+    def _wait(self) -> None:
+        while numbers := os.read(self._reader, _CHUNK_BYTES):
+            if signal.SIGTERM in numbers and self.is_present():
+                self._request.ask()
 
 
 def end_by_sigterm() -> None:

@@ -15,9 +15,9 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import Signals
 from typing import final
@@ -50,6 +50,7 @@ from lockstep.launch.exits import (
 from lockstep.launch.launch_recorder import launch_recorded
 from lockstep.launch.nesting import LOOK_SECONDS, NestingWatch, describe_nesting, look_at
 from lockstep.launch.output import Relays, Tail, flush_own_output, log_path, make_log_directory, print_message
+from lockstep.launch.restarts import Restarts
 from lockstep.launch.sessions import Sessions, exit_code
 from lockstep.launch.signals import SignalPipe
 from lockstep.launch.store import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
@@ -126,6 +127,23 @@ class Ending:
     """The message for the user; empty after success."""
     is_failure: bool = False
     """Whether a worker has failed; not where a signal to the launcher has stopped the workers."""
+
+
+def run_with_restarts(job: ScriptJob, tell: Callable[[str], None]) -> Ending:
+    """Run a script, and start its workers again where one has failed. Main thread only.
+
+    The logs of a restart are in a folder of their own, `restart-1`, in the log directory.
+    """
+    restarts = Restarts(job.max_restarts, tell)
+    while True:
+        folder, number = job.log_dir, len(restarts.reasons)
+        if folder is not None and number:
+            folder /= f"restart-{number}"
+        ending = run_script(replace(job, log_dir=folder, num_restarts=number))
+        if not ending.is_failure:
+            return ending
+        if not restarts.begin_another(ending.message, f"{ending.message}\n\n"):
+            return replace(ending, message=ending.message + restarts.describe())
 
 
 def run_script(job: ScriptJob) -> Ending:

@@ -20,10 +20,10 @@ from lockstep.launch.control import Control
 from lockstep.launch.exits import patience_after
 from lockstep.launch.fencing import Fencing
 from lockstep.launch.messages import Report
+from lockstep.launch.restarts import LostWorkersError
 from lockstep.launch.results import failed_error
 from lockstep.launch.scaling import Scaling
 from lockstep.launch.started_worker import EARLIER_FAILURE_SECONDS, End, StartedWorker
-from lockstep.launch.starting import LostAtStartError
 from lockstep.launch.worker_pool import WorkerPool
 
 _LOGGER = logging.getLogger("lockstep")
@@ -158,12 +158,13 @@ class Supervision:
         failures.sort(key=lambda failure: failure[:2])
         error = failed_error(tuple(failure for *_, failure in failures), self._continuation.stop_reason)
         lost = [worker for worker in failed if worker.end is End.LOST]
-        if not lost or self._continuation.has_begun or self._pool.is_stopping:
+        if not lost or self._pool.is_stopping:
             return error
         if any(worker.end is End.FAILED and not worker.is_consequence() for worker in failed):
             return error
         described = "; ".join(f"Worker {each.number} (pid {each.pid}) was {each.describe_end()}" for each in lost)
-        return LostAtStartError(error, frozenset(worker.number for worker in lost), described)
+        numbers = frozenset(worker.number for worker in lost)
+        return LostWorkersError(error, numbers, described, has_begun=self._continuation.has_begun)
 
     def _tell_of_missing_results(self) -> None:
         ever = self._ever()

@@ -97,9 +97,8 @@ def handle_stop_signals(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def undo() -> None:
-        for number in handled:
-            if signal.getsignal(number) is take:
-                signal.signal(number, before[number])
+        for number in filter(lambda each: signal.getsignal(each) is take, handled):
+            signal.signal(number, before[number])
 
     call_in_children(undo)
     return undo

@@ -253,10 +253,8 @@ def test_after_an_error_of_the_serving_thread_nobody_waits(uses: str) -> None:
     using = threading.Thread(target=use, daemon=True)
     using.start()
     using.join(20)
-    assert [str(error) for error in found] == [
-        "The launcher can no longer talk to its workers, because of an error of its own: AssertionError: a defect. "
-        "(LS602)"
-    ]
+    (error,) = found
+    assert "an error of its own: AssertionError: a defect. (LS602)" in str(error)
     with server.worker_end(1), pytest.raises(GroupError):
         server.check()
     server.close()

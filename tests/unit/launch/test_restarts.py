@@ -2,23 +2,28 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.devices import Placement
 from lockstep.devices.choose import CPU
 from lockstep.errors import WorkerFailedError, WorkerFailure
-from lockstep.launch.restarts import call_with_restarts, check_restarts, run_with_restarts
-from lockstep.launch.scripts import ScriptJob
+from lockstep.launch.elastic import Elastic
+from lockstep.launch.restarts import Attempt, LostWorkersError, Restarts, StartAgain, call_with_restarts
+from lockstep.launch.scripts import ScriptJob, run_with_restarts
 
 Told = list[str]
 
 
-def failing(times: int) -> Callable[[], int]:
+THREE = Attempt(placement=Placement(devices=(CPU, CPU, CPU), reason=""), call=b"from the beginning")
+
+
+def failing(times: int) -> Callable[[Attempt], int]:
     """Return a call that fails so often before it returns how often it was called."""
     calls: list[int] = []
 
-    def call() -> int:
+    def call(_attempt: Attempt) -> int:
         calls.append(len(calls))
         if len(calls) <= times:
             reason = f"killed the {len(calls)}. time"
@@ -30,7 +35,8 @@ def failing(times: int) -> Callable[[], int]:
 
 
 def restart(times: int, max_restarts: int, told: Told, *, may_restart: bool = True) -> int:
-    return call_with_restarts(failing(times), max_restarts, lambda: may_restart, told.append)
+    restarts = Restarts(max_restarts, told.append)
+    return call_with_restarts(failing(times), THREE, restarts, lambda: may_restart, Elastic().limit)
 
 
 def test_each_restart_is_told_with_its_reason() -> None:
@@ -65,7 +71,7 @@ def test_the_first_failure_stands(max_restarts: int, may_restart: bool) -> None:
 
 def test_a_number_below_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="max_restarts is -1"):
-        check_restarts(-1)
+        Restarts(-1, print)
 
 
 def test_a_script_is_started_again_with_the_count_that_torchrun_sets(tmp_path: Path) -> None:
@@ -90,3 +96,100 @@ def test_a_script_is_started_again_with_the_count_that_torchrun_sets(tmp_path: P
     assert "started again 2 times" in ending.message
     logs = [tmp_path / "logs" / folder / "rank-0.stdout.log" for folder in ("", "restart-1", "restart-2")]
     assert [log.read_text() for log in logs] == ["0 of 2\n", "1 of 2\n", "2 of 2\n"]
+
+
+FAILED = WorkerFailedError("Worker 1 failed first: killed by SIGKILL")
+
+
+class Starts:
+    """Starts of which some lose workers."""
+
+    def __init__(
+        self,
+        *lost: set[int],
+        is_unchanged: bool = True,
+        has_begun: bool = False,
+        respawn: int = 0,
+        min_workers: int = 1,
+        max_restarts: int = 0,
+    ) -> None:
+        self.lost = list(lost)
+        self.has_begun = has_begun
+        self.sizes: list[int] = []
+        self.said: list[str] = []
+        self.elastic = Elastic(respawn=respawn)
+        self.restarts = Restarts(max_restarts, self.said.append)
+        self.again: Any = StartAgain(
+            min_workers=min_workers,
+            is_unchanged=lambda: is_unchanged,
+            resume=lambda: ("step-00000004.ckpt", b"from step 4"),
+            tell=self.said.append,
+        )
+
+    def call(self, attempt: Attempt) -> str:
+        self.sizes.append(len(attempt.placement.devices))
+        lost = self.lost.pop(0) if self.lost else set()
+        if lost:
+            killed = "Worker 1 (pid 7) was killed by SIGKILL"
+            raise LostWorkersError(FAILED, frozenset(lost), killed, has_begun=self.has_begun)
+        return f"trained {attempt.call.decode()}"
+
+    def run(self) -> str:
+        return call_with_restarts(self.call, THREE, self.restarts, lambda: True, self.elastic.limit, self.again)
+
+
+def test_it_starts_again_with_those_that_are_left() -> None:
+    starts = Starts({1}, {0})
+    assert starts.run() == "trained from the beginning"
+    assert starts.sizes == [3, 2, 1]
+    assert starts.said[0] == (
+        "Worker 1 (pid 7) was killed by SIGKILL, before the training began. It starts again with 2 workers. Nothing is "
+        "lost."
+    )
+
+
+def test_lost_workers_are_replaced_as_often_as_that_is_allowed() -> None:
+    starts = Starts({1}, {0, 2}, {1}, respawn=2)
+    assert starts.run() == "trained from the beginning"
+    assert starts.sizes == [3, 3, 3, 2]
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        pytest.param(Starts({0, 1}, min_workers=2), id="too few are left"),
+        pytest.param(Starts({0, 1, 2}), id="none is left"),
+        pytest.param(Starts({0}, is_unchanged=False), id="a step was taken"),
+        pytest.param(Starts({0, 1, 2}, has_begun=True), id="it may replace none"),
+    ],
+)
+def test_else_it_is_an_error(starts: Starts) -> None:
+    with pytest.raises(WorkerFailedError) as caught:
+        starts.run()
+    assert caught.value is FAILED, "the class of ours that carries it is nothing for the caller"
+    assert len(starts.sizes) == 1
+
+
+def test_a_run_that_has_lost_all_goes_on_from_its_newest_checkpoint_as_often_as_workers_are_replaced() -> None:
+    starts = Starts({0, 1, 2}, {0, 1, 2}, {0, 1, 2}, has_begun=True, respawn=2)
+    with pytest.raises(WorkerFailedError):
+        starts.run()
+    assert starts.sizes == [3, 3, 3]
+    starts = Starts({0, 1, 2}, has_begun=True, respawn=2)
+    assert starts.run() == "trained from step 4"
+    (said,) = starts.said
+    assert said.startswith("Worker 1 (pid 7) was killed by SIGKILL, so the others cannot continue.")
+    assert "The run goes on from step-00000004.ckpt with 3 workers" in said
+
+
+def test_restarts_from_the_beginning_come_after_those() -> None:
+    starts = Starts({0, 1, 2}, {0, 1, 2}, has_begun=True, respawn=1, max_restarts=1)
+    assert starts.run() == "trained from the beginning"
+    assert "restart 1 of at most 1" in starts.said[1]
+
+
+def test_functions_of_the_users_own_are_not_called_again() -> None:
+    starts = Starts({0})
+    starts.again = None
+    with pytest.raises(WorkerFailedError):
+        starts.run()

@@ -82,7 +82,11 @@ def save_and_restore() -> None:
 
 def call_the_former_handler() -> None:
     before: Any = signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda number, frame: before(number, frame))
+
+    def call(number: int, frame: object) -> None:
+        before(number, frame)
+
+    signal.signal(signal.SIGTERM, call)
 
 
 @pytest.mark.usefixtures("sigterm_kept")
