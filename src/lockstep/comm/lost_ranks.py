@@ -39,6 +39,7 @@ from lockstep.comm.stored_values import read_record, to_stored
 from lockstep.errors import PeerLostError
 from lockstep.processes.ending import exit_quickly
 from lockstep.processes.host import boot_id, start_ticks
+from lockstep.settings import read_settings
 from lockstep.torch_private.groups import list_groups
 
 _LOGGER = logging.getLogger("lockstep")
@@ -195,7 +196,8 @@ class _ReportThenShow:
         report_failure(error)
         self._previous(kind, error, traceback)
         exit_quickly()  # its launcher, and the other ranks, wait for its end
-        threading.Thread(target=_tell_if_running, name="waits for the end", daemon=True).start()
+        if read_settings().channel() is None:  # else the launcher tells, and ends it
+            threading.Thread(target=_tell_if_running, name="waits for the end", daemon=True).start()
 
 
 def _tell_if_running() -> None:

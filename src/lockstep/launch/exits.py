@@ -13,7 +13,7 @@ from lockstep.processes.user_line import LIBRARIES
 
 UNKNOWN_KILLER = "by another process or by the kernel because memory ran out"
 _SIGNAL_BASE = 128
-_EARLIER_THAN_KILL_SECONDS = 0.05
+EARLIER_THAN_KILL_SECONDS = 0.05
 _ROOT_CAUSE_SECONDS = 5.0
 _MOST_OF_REASON = 500
 _MOST_OF_TRACEBACK = 20_000
@@ -69,7 +69,7 @@ def patience_after(failed: Sequence[FailedProcess], usual: float) -> float:
     consequence of another worker's, which is not known yet.
     """
     if any(worker.exit_code == -signal.SIGKILL for worker in failed):
-        return _EARLIER_THAN_KILL_SECONDS
+        return EARLIER_THAN_KILL_SECONDS
     return _ROOT_CAUSE_SECONDS if all(worker.is_consequence() for worker in failed) else usual
 
 

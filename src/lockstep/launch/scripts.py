@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from lockstep.launch.environment import (
     world_variables,
 )
 from lockstep.launch.exits import (
+    EARLIER_THAN_KILL_SECONDS,
     describe_exit,
     describe_failures,
     describe_waiting,
@@ -64,12 +65,14 @@ _EARLIER_FAILURE_SECONDS = 0.3
 """After the launcher notices a first failure: how long it waits for one that happened before it."""
 _TRACEBACK_SECONDS = 5.0
 """If a worker ends later than this after its last traceback, it is assumed to have caught that exception."""
+_TELL_HELD_SECONDS, _HELD_SECONDS = 5.0, 15.0
+"""After a worker has reported that it raised: when it is told that it still runs, and when it counts as failed."""
 _DRAIN_SECONDS = 1.0
 """After a signal: how long the terminal may take to print the workers' output."""
 _JOIN_SECONDS = 0.05
 _NUM_LAST_LINES = 10
-_LOOPBACK_STARTUP_FOLDER = str(Path(__file__).parents[1] / "torch_private" / "startup")
-"""The folder of a `sitecustomize` that keeps the store of a script on loopback, where the launcher serves none."""
+_STARTUP_FOLDER = str(Path(__file__).parents[1] / "torch_private" / "startup")
+"""The folder of a `sitecustomize` that keeps the store of a script on loopback, and reports exceptions."""
 _NUM_DESCRIPTORS = 11
 """How many the launcher needs for each worker, at most: two pipes, two log files, its channel, and three for each of
 two connections to the store."""
@@ -180,10 +183,42 @@ class _ScriptWorker:
         self.stderr = stderr
         self.exit_code: int | None = None
         self.place = ""
-        self.ended_at = float("inf")
+        self.ended_at = math.inf
+        self.raised_at = math.inf
+        self.holds_up = ""
+        self.is_told = self.is_given_up = False
 
     def has_failed(self) -> bool:
-        return self.exit_code not in {None, 0}
+        return self.exit_code not in {None, 0} or self.is_given_up
+
+    def note_raised(self, threads: list[str]) -> None:
+        """Note that its main thread has raised; these threads are no daemons."""
+        self.raised_at = time.monotonic()
+        names = ", ".join(map(repr, threads))
+        self.holds_up = f"thread {names}, which is no daemon," if threads else "a handler of atexit"
+
+    def held_until(self) -> float:
+        """Return when something follows from it that it has raised and still runs; infinity for never."""
+        if self.exit_code is not None or self.is_given_up:
+            return math.inf
+        return self.raised_at + (_HELD_SECONDS if self.is_told else _TELL_HELD_SECONDS)
+
+    def look_whether_held(self, now: float) -> None:
+        if now < self.held_until():
+            return
+        if not self.is_told:
+            self.is_told = True
+            print_message(
+                f"Worker {self.rank} has raised the exception above and still runs, {_TELL_HELD_SECONDS:g} s later: "
+                f"{self.holds_up} holds it up. It is ended after {_HELD_SECONDS:g} s. (LS605)"
+            )
+        else:
+            self.is_given_up = True
+
+    def describe_exit(self, killer: str) -> str:
+        if self.exit_code is None:
+            return f"raised an exception, and still ran {_HELD_SECONDS:g} s later: {self.holds_up} held it up"
+        return describe_exit(self.exit_code, killer=killer, place=self.place)
 
     def is_consequence(self) -> bool:
         """Return whether it has failed because another worker has, by what it wrote last."""
@@ -273,11 +308,14 @@ class _ScriptWorkerPool:
         watch = NestingWatch()
         looked_at = time.monotonic()
         while any(worker.exit_code is None for worker in self._workers):
-            seconds = None if deadline == math.inf else max(deadline - time.monotonic(), 0)
+            until = min(deadline, *(worker.held_until() for worker in self._workers))
+            seconds = None if until == math.inf else max(until - time.monotonic(), 0)
             is_watched = deadline == math.inf and rendezvous.is_served and not rendezvous.was_found.is_set()
-            if (stop := signals.wait(LOOK_SECONDS if is_watched else seconds)) is not None:
+            if is_watched:
+                seconds = LOOK_SECONDS if seconds is None else min(seconds, LOOK_SECONDS)
+            if (stop := signals.wait(seconds, self._server.report_descriptor)) is not None:
                 return stop
-            self._server.check()
+            self._collect_reports()
             self._collect_exits()
             now = time.monotonic()
             if is_watched and now - looked_at >= LOOK_SECONDS:
@@ -289,10 +327,23 @@ class _ScriptWorkerPool:
             if failed := [worker for worker in self._workers if worker.has_failed()]:
                 failed_at = min(failed_at, now)
                 # Asked for again: what a worker wrote may come after its end.
-                deadline = failed_at + patience_after(failed, _EARLIER_FAILURE_SECONDS)
+                deadline = failed_at + patience_after(failed, self._usual_patience(failed))
                 if time.monotonic() >= deadline:
                     break
         return None
+
+    def _collect_reports(self) -> None:
+        for rank, report in self._server.take_reports():
+            if report["report"] == "raised":
+                self._workers[rank].note_raised(report["threads"])
+        for worker in self._workers:
+            worker.look_whether_held(time.monotonic())
+
+    def _usual_patience(self, failed: Sequence[_ScriptWorker]) -> float:
+        """Return how long an earlier failure may take to show: a worker ends some time after its traceback."""
+        tails = [worker.stderr for worker in self._workers if worker.exit_code is None or worker in failed]
+        has_traceback = any(tail is not None and tail.traceback_at is not None for tail in tails)
+        return _EARLIER_FAILURE_SECONDS if has_traceback else EARLIER_THAN_KILL_SECONDS
 
     def _collect_exits(self) -> None:
         for worker in self._workers:
@@ -336,7 +387,7 @@ class _ScriptWorkerPool:
         if first.stderr is not None and not first.traceback():
             last = [line for line in first.stderr.text().splitlines() if line.strip()][-_NUM_LAST_LINES:]
             message += f"\n\nThe last lines that worker {first.rank} wrote to stderr:\n" * bool(last) + "\n".join(last)
-        return Ending(exit_status(first.exit_code or 0), f"error: {message}", is_failure=True)
+        return Ending(exit_status(first.exit_code or 1), f"error: {message}", is_failure=True)
 
     def describe_stop(self, stop: Signals) -> Ending:
         """Return how a launch ended that a signal has stopped. A worker exits with 75 if it can be resumed."""
@@ -365,15 +416,12 @@ def _environment(job: ScriptJob, settings: TorchrunSettings, *, is_piped: bool) 
     overrides = {**world_variables(settings), **devices, LAUNCHED: "", "OMP_NUM_THREADS": job.threads}
     own = read_settings()
     python_path = with_drop_in(own.python_path()) if job.drop_in else own.python_path()
-    if not settings.is_served:
-        python_path = with_folder(python_path, _LOOPBACK_STARTUP_FOLDER)
-    if python_path is not None:
-        overrides["PYTHONPATH"] = python_path
+    overrides["PYTHONPATH"] = with_folder(python_path, _STARTUP_FOLDER)
     return own.for_worker(overrides, defaults=defaults)
 
 
 def _describe(worker: _ScriptWorker, log_dir: Path | None, killer: str) -> WorkerFailure:
-    reason = describe_exit(worker.exit_code or 0, killer=killer, place=worker.place)
+    reason = worker.describe_exit(killer)
     if log_dir is not None:
         reason += f" (log: {log_path(log_dir, worker.rank, 'stderr')})"
     return WorkerFailure(rank=worker.rank, reason=reason, traceback=worker.traceback(), error=None)

@@ -65,10 +65,13 @@ class SignalPipe:
     ) -> None:
         self._undo.close()
 
-    def wait(self, seconds: float | None) -> signal.Signals | None:
-        """Wait up to `seconds` for a signal; return the first termination signal, if one has come."""
-        ready = wait_to_read(self._source, seconds=seconds)
-        numbers = os.read(self._source, _ROOM_BYTES) if ready else b""
+    def wait(self, seconds: float | None, *others: int) -> signal.Signals | None:
+        """Wait up to `seconds` for a signal, or until another descriptor can be read; return a termination signal.
+
+        It is the first that has come; None without one.
+        """
+        ready = wait_to_read(self._source, *others, seconds=seconds)
+        numbers = os.read(self._source, _ROOM_BYTES) if self._source in ready else b""
         return next((signal.Signals(number) for number in numbers if number in TERMINATION_SIGNALS), None)
 
 

@@ -9,9 +9,10 @@ import pytest
 from lockstep.devices import Placement
 from lockstep.devices.choose import CPU
 from lockstep.errors import WorkerFailedError, WorkerFailure
+from lockstep.launch import scripts
 from lockstep.launch.elastic import Elastic
 from lockstep.launch.restarts import Attempt, LostWorkersError, Restarts, StartAgain, call_with_restarts
-from lockstep.launch.scripts import ScriptJob, run_with_restarts
+from lockstep.launch.scripts import ScriptJob, python_program, run_script, run_with_restarts
 
 Told = list[str]
 
@@ -96,6 +97,48 @@ def test_a_script_is_started_again_with_the_count_that_torchrun_sets(tmp_path: P
     assert "started again 2 times" in ending.message
     logs = [tmp_path / "logs" / folder / "rank-0.stdout.log" for folder in ("", "restart-1", "restart-2")]
     assert [log.read_text() for log in logs] == ["0 of 2\n", "1 of 2\n", "2 of 2\n"]
+
+
+HELD = """
+import os, sys, threading
+open(os.environ["RANK"], "w").close()
+threading.Thread(target=threading.Event().wait, name="logger").start()
+while not (os.path.exists("0") and os.path.exists("1")):
+    pass
+if os.environ["RANK"] == "1":
+    raise ValueError("boom")
+"""
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_worker_that_has_raised_and_is_held_up_by_a_thread_is_the_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], is_module: bool
+) -> None:
+    # The launcher waited for its end without an end, and the other workers with it.
+    (tmp_path / "held.py").write_text(HELD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(scripts, "_TELL_HELD_SECONDS", 0.1)
+    monkeypatch.setattr(scripts, "_HELD_SECONDS", 0.3)
+    program = python_program("held" if is_module else "held.py", is_module=is_module)
+    placement = Placement(devices=(CPU, CPU), reason="")
+    ending = run_script(ScriptJob(program=program, arguments=(), placement=placement))
+    assert ending.exit_code == 1
+    assert "Worker 1 failed first: raised an exception, and still ran 0.3 s later: thread 'logger'" in ending.message
+    assert "ValueError: boom" in ending.message
+    assert "worker 0" not in ending.message
+    assert "Worker 1 has raised the exception above and still runs" in capfd.readouterr().err
+
+
+def test_a_worker_that_handles_its_exception_has_not_raised(tmp_path: Path) -> None:
+    (tmp_path / "handles.py").write_text(
+        "import sys, threading, traceback\n"
+        "try:\n    raise ValueError('handled')\n"
+        "except ValueError:\n    traceback.print_exc()\n"
+        "threading.Timer(0.5, lambda: None).start()\n"
+    )
+    program = python_program(str(tmp_path / "handles.py"), is_module=False)
+    placement = Placement(devices=(CPU, CPU), reason="")
+    assert run_script(ScriptJob(program=program, arguments=(), placement=placement)).exit_code == 0
 
 
 FAILED = WorkerFailedError("Worker 1 failed first: killed by SIGKILL")

@@ -1,17 +1,21 @@
-"""Python imports this when it starts, if its folder is in PYTHONPATH: it keeps torch's store off the network.
+"""Python imports this when it starts, if its folder is in PYTHONPATH, where `lockstep run` puts it.
 
-Rank 0 of torch's own `init_process_group` serves the store on every interface of the host. `lockstep run` with one
-worker puts this folder into PYTHONPATH, so that in all processes of the script a store at a loopback address listens
-there alone; and that of a world of one, which no other process needs, nowhere.
+It keeps torch's store off the network: rank 0 of torch's own `init_process_group` serves the store on every interface
+of the host. In all processes of the script a store at a loopback address listens there alone; and that of a world of
+one, which no other process needs, nowhere.
+
+And it lets a worker whose main thread has raised say so: threads may keep the process from ending.
 
 It imports only the standard library, and nothing of torch before the script does. Then it runs the `sitecustomize` that
 it hides, if there is one.
 """
 
+import contextlib
 import importlib.util
 import os
 import socket
 import sys
+import threading
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
@@ -84,6 +88,29 @@ def _listen(hostname: str, port: int) -> socket.socket | None:
     return None
 
 
+def _report_raised() -> None:
+    """Report to the launcher that the main thread of this worker has ended by an exception, and what runs on."""
+    descriptor, launcher, *_ = (*os.environ.get("LOCKSTEP_CHANNEL", "").split(","), "")
+    if launcher != str(os.getppid()) or not _has_raised():
+        return
+    import json
+
+    names = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(descriptor))) as channel:
+        # A program that ran before this one may have closed the channel, and opened something else.
+        if channel.family == socket.AF_UNIX and channel.getsockname() in {"", b""}:
+            channel.sendall(json.dumps({"report": "raised", "threads": names}).encode() + b"\n")
+
+
+def _has_raised() -> bool:
+    """Return whether the interpreter has printed an exception of the main script; others note theirs there as well."""
+    trace = getattr(sys, "last_traceback", None)
+    if trace is None:
+        return False
+    is_module = trace.tb_frame.f_code.co_filename.startswith("<frozen runpy")  # python -m
+    return is_module or trace.tb_frame.f_globals is vars(sys.modules["__main__"])
+
+
 def _run_hidden() -> None:
     """Run the next `sitecustomize` on `sys.path`, as Python would without this one."""
     spec = PathFinder.find_spec("sitecustomize")
@@ -97,4 +124,5 @@ def _run_hidden() -> None:
 _FOLDER = os.path.dirname(__file__)  # noqa: PTH120 - pathlib is slow to import
 sys.path[:] = [path for path in sys.path if path != _FOLDER]
 sys.meta_path.insert(0, _RendezvousWatch())
+threading._register_atexit(_report_raised)  # type: ignore[attr-defined]
 _run_hidden()
