@@ -215,11 +215,10 @@ def _start_again(job: Job, placement: Placement) -> StartAgain | None:
         if found:
             from lockstep.checkpoint import read_manifest
 
-            where, resumed = found[0].name, _resume_from(found[0], read_manifest(found[0]), metrics, allowed)
-        else:
-            MetricsFile(metrics).rewind(0)
-            where, resumed = "its beginning, because no checkpoint was saved yet,", job.resume
-        return where, pack_call(train_worker, (replace(job, resume=resumed),), {})
+            resumed = replace(job, resume=_resume_from(found[0], read_manifest(found[0]), metrics, allowed))
+            return found[0].name, pack_call(train_worker, (resumed,), {})
+        MetricsFile(metrics).rewind(0)
+        return "its beginning, because no checkpoint was saved yet,", pack_call(train_worker, (job,), {})
 
     return StartAgain(
         min_workers=job.config.min_workers,

@@ -32,7 +32,7 @@ from lockstep.launch.fencing import Fencing
 from lockstep.launch.launch_recorder import launch_recorded
 from lockstep.launch.messages import Report, WorkerTask, pack_call
 from lockstep.launch.requests import ScaleRequests
-from lockstep.launch.restarts import Attempt, Restarts, StartAgain, call_with_restarts
+from lockstep.launch.restarts import CallToStart, Restarts, StartAgain, call_with_restarts
 from lockstep.launch.results import load_result
 from lockstep.launch.scaling import Scaling
 from lockstep.launch.signals import SignalForwarding, sigint_held_back
@@ -181,7 +181,7 @@ def call_on_workers(
             )
         reports = call_with_restarts(
             lambda attempt: _call_once(attempt, settings, forwarding, template),
-            Attempt(placement=placement, call=call),
+            CallToStart(placement=placement, call=call),
             Restarts(settings.max_restarts, _LOGGER.warning),
             lambda: not forwarding.is_requested and not (settings.stop is not None and settings.stop.is_made),
             settings.elastic.limit,
@@ -212,7 +212,7 @@ def make_template(
 
 
 def _call_once(
-    attempt: Attempt, settings: LaunchSettings, forwarding: SignalForwarding, template: WorkerTemplate | None
+    attempt: CallToStart, settings: LaunchSettings, forwarding: SignalForwarding, template: WorkerTemplate | None
 ) -> list[Report]:
     """Start the workers and wait for them; all have ended when this returns."""
     placement = attempt.placement

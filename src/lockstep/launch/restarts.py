@@ -41,7 +41,7 @@ class LostWorkersError(WorkerFailedError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class CallToStart:
     placement: Placement
     call: bytes
 
@@ -86,8 +86,8 @@ class Restarts:
 
 
 def call_with_restarts(
-    start: Callable[[Attempt], Result],
-    first: Attempt,
+    start: Callable[[CallToStart], Result],
+    first: CallToStart,
     restarts: Restarts,
     may_restart: Callable[[], bool],
     limit: RespawnLimit,
@@ -96,7 +96,7 @@ def call_with_restarts(
     """Return what `start` returns; start again after a failure, as the table above says."""
     attempt, replaced_at = first, list[float]()
     while True:
-        following: Attempt | None = None
+        following: CallToStart | None = None
         try:
             return start(attempt)
         except LostWorkersError as lost:
@@ -115,8 +115,8 @@ def call_with_restarts(
 
 
 def _after_loss(
-    lost: LostWorkersError, attempt: Attempt, again: StartAgain, limit: RespawnLimit, replaced_at: list[float]
-) -> Attempt | None:
+    lost: LostWorkersError, attempt: CallToStart, again: StartAgain, limit: RespawnLimit, replaced_at: list[float]
+) -> CallToStart | None:
     """Return what is started after a loss, and tell of it; None if that is an error."""
     now, devices = time.monotonic(), attempt.placement.devices
     is_replaced = may_respawn(limit, replaced_at, now)

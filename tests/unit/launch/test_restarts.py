@@ -11,20 +11,20 @@ from lockstep.devices.choose import CPU
 from lockstep.errors import WorkerFailedError, WorkerFailure
 from lockstep.launch import scripts
 from lockstep.launch.elastic import Elastic
-from lockstep.launch.restarts import Attempt, LostWorkersError, Restarts, StartAgain, call_with_restarts
+from lockstep.launch.restarts import CallToStart, LostWorkersError, Restarts, StartAgain, call_with_restarts
 from lockstep.launch.scripts import ScriptJob, python_program, run_script, run_with_restarts
 
 Told = list[str]
 
 
-THREE = Attempt(placement=Placement(devices=(CPU, CPU, CPU), reason=""), call=b"from the beginning")
+THREE = CallToStart(placement=Placement(devices=(CPU, CPU, CPU), reason=""), call=b"from the beginning")
 
 
-def failing(times: int) -> Callable[[Attempt], int]:
+def failing(times: int) -> Callable[[CallToStart], int]:
     """Return a call that fails so often before it returns how often it was called."""
     calls: list[int] = []
 
-    def call(_attempt: Attempt) -> int:
+    def call(_attempt: CallToStart) -> int:
         calls.append(len(calls))
         if len(calls) <= times:
             reason = f"killed the {len(calls)}. time"
@@ -169,7 +169,7 @@ class Starts:
             tell=self.said.append,
         )
 
-    def call(self, attempt: Attempt) -> str:
+    def call(self, attempt: CallToStart) -> str:
         self.sizes.append(len(attempt.placement.devices))
         lost = self.lost.pop(0) if self.lost else set()
         if lost:

@@ -90,16 +90,21 @@ def _listen(hostname: str, port: int) -> socket.socket | None:
 
 def _report_raised() -> None:
     """Report to the launcher that the main thread of this worker has ended by an exception, and what runs on."""
-    descriptor, launcher, *_ = (*os.environ.get("LOCKSTEP_CHANNEL", "").split(","), "")
-    if launcher != str(os.getppid()) or not _has_raised():
+    # `Settings.channel` says the same. But now it is too late to import what may import `concurrent.futures`.
+    descriptor, launcher, port = (*os.environ.get("LOCKSTEP_CHANNEL", "").split(","), "", "")[:3]
+    if not _has_raised() or (launcher, port) != (str(os.getppid()), os.environ.get("MASTER_PORT")):
         return
     import json
 
     names = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
-    with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(descriptor))) as channel:
+    _send(int(descriptor), json.dumps({"report": "raised", "threads": names}).encode() + b"\n")
+
+
+def _send(descriptor: int, line: bytes) -> None:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as channel:
         # A program that ran before this one may have closed the channel, and opened something else.
         if channel.family == socket.AF_UNIX and channel.getsockname() in {"", b""}:
-            channel.sendall(json.dumps({"report": "raised", "threads": names}).encode() + b"\n")
+            channel.sendall(line)
 
 
 def _has_raised() -> bool:
