@@ -42,7 +42,7 @@ WITHOUT_TORCH = {
     "launch": (
         "continuation control descriptors elastic environment exits external fencing forwarding guardian "
         "launch_recorder launcher membership messages nesting output pickling port_guard requests restarts results "
-        "scaling script_entry scripts sessions signals started_worker starting store supervision tcp_owner "
+        "scaling script_entry scripts sessions signals started_worker store supervision tcp_owner "
         "unpicklable worker_pool"
     ),
     "processes": "ending forking host stop_signals user_line",
