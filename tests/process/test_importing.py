@@ -40,10 +40,9 @@ WITHOUT_TORCH = {
     ),
     "doctor.scripts": "data_rules device_rules rank_rules source",
     "launch": (
-        "continuation control descriptors elastic environment exits external fencing forwarding guardian "
-        "launch_recorder launcher membership messages nesting output pickling port_guard requests restarts results "
-        "scaling script_entry scripts sessions signals started_worker store supervision tcp_owner "
-        "unpicklable worker_pool"
+        "continuation control descriptors elastic environment exits external fencing guardian launch_recorder "
+        "launcher membership messages nesting output pickling rendezvous requests restarts results scaling "
+        "script_entry scripts sessions signals started_worker supervision template unpicklable worker_pool"
     ),
     "processes": "ending forking host stop_signals user_line",
     "recording": "file_format reading stacks writing",

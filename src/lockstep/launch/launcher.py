@@ -31,13 +31,13 @@ from lockstep.launch.external import find_launcher, run_here
 from lockstep.launch.fencing import Fencing
 from lockstep.launch.launch_recorder import launch_recorded
 from lockstep.launch.messages import Report, WorkerTask, pack_call
+from lockstep.launch.rendezvous import reserved_port
 from lockstep.launch.requests import ScaleRequests
 from lockstep.launch.restarts import CallToStart, Restarts, StartAgain, call_with_restarts
 from lockstep.launch.results import load_result
 from lockstep.launch.scaling import Scaling
 from lockstep.launch.signals import SignalForwarding, sigint_held_back
 from lockstep.launch.started_worker import StartedWorker
-from lockstep.launch.store import reserved_port
 from lockstep.launch.supervision import Supervision
 from lockstep.launch.template import WorkerTemplate
 from lockstep.launch.worker_pool import NUM_DESCRIPTORS_PER_WORKER, WorkerPool

@@ -51,10 +51,10 @@ from lockstep.launch.exits import (
 from lockstep.launch.launch_recorder import launch_recorded
 from lockstep.launch.nesting import LOOK_SECONDS, NestingWatch, describe_nesting, look_at
 from lockstep.launch.output import Relays, Tail, flush_own_output, log_path, make_log_directory, print_message
+from lockstep.launch.rendezvous import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
 from lockstep.launch.restarts import Restarts
 from lockstep.launch.sessions import Sessions, exit_code
 from lockstep.launch.signals import SignalPipe
-from lockstep.launch.store import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
 from lockstep.processes.host import FREED_MEMORY_VARIABLES
 from lockstep.recording import EventKind, WorkerRecorder, new_recording
 from lockstep.settings import LAUNCHED, channel_variables, read_settings, recording_variable

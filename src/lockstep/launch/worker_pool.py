@@ -19,10 +19,10 @@ from lockstep.doctor.stacks import crash_place
 from lockstep.errors import UsageError, WorkerFailedError
 from lockstep.launch.exits import describe_waiting, name_killer, read_oom_kills
 from lockstep.launch.messages import WorkerTask, send_task
+from lockstep.launch.rendezvous import LOOPBACK_INTERFACE
 from lockstep.launch.sessions import Sessions, exit_code, wake
 from lockstep.launch.signals import sigint_held_back, signals_blocked
 from lockstep.launch.started_worker import End, StartedWorker
-from lockstep.launch.store import LOOPBACK_INTERFACE
 from lockstep.launch.template import Process, WorkerTemplate
 from lockstep.processes.stop_signals import FORWARDED_SIGNAL, STOP_SIGNALS
 from lockstep.recording import NULL_WORKER_RECORDER, EventKind

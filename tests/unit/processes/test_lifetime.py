@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch import store
+from lockstep.launch import rendezvous
 from lockstep.processes.ending import terminate_only_for
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux reports who has sent a signal")
@@ -64,7 +64,7 @@ def test_its_parent_may_end_it_and_torch_sees_no_error_in_that() -> None:
 
 def test_a_host_with_ipv6_alone_reserves_a_port_and_serves_none(monkeypatch: pytest.MonkeyPatch) -> None:
     # `lockstep train` ended in a traceback in a namespace without 127.0.0.1, though its workers need no network.
-    monkeypatch.setattr(store, "has_loopback_address", lambda: False)
-    with store.open_rendezvous(2) as rendezvous:
-        assert rendezvous.port > 0
-        assert not rendezvous.is_served
+    monkeypatch.setattr(rendezvous, "has_loopback_address", lambda: False)
+    with rendezvous.open_rendezvous(2) as opened:
+        assert opened.port > 0
+        assert not opened.is_served

@@ -1,0 +1,445 @@
+"""The rendezvous of one host: a store on a loopback port that the kernel picks, so that launches never share a port.
+
+For scripts that call torch's own `init_process_group`; what has Lockstep meets over channels. Only processes of this
+user reach the store:
+
+a worker  --port-->  forwarding: whose is it?  --guarded port-->  the store, in this process
+a stranger --port--x closed at once
+a stranger --guarded port--x dropped by the kernel
+
+[Note: whose a connection is] Linux tells the user of each end that is on this host, in `/proc/net/tcp`.
+
+[Note: the guard] A listening socket takes whoever connects. A filter (`SO_ATTACH_FILTER`, which needs no privilege)
+drops packets before they reach it, by their content. Here it keeps the packets whose source port is one that this
+process holds, and which no other process can send from therefore.
+"""
+
+import contextlib
+import ctypes
+import os
+import pwd
+import selectors
+import socket
+import struct
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+from lockstep.launch.output import print_message
+from lockstep.processes.host import NO_LOOPBACK, has_loopback, has_loopback_address
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+"""The network interface that Gloo uses."""
+_BACKLOG = 128
+_NUM_ATTEMPTS = 20
+"""How often to open the store anew, if others connect to its port before it is guarded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """The address at which the workers of a launch find their store."""
+
+    port: int
+    is_served: bool
+    """Whether the launcher serves the store; if not, rank 0 does."""
+    was_found: threading.Event = field(default_factory=threading.Event)
+    """Set when the first worker connects to the store that the launcher serves."""
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Reserve a loopback port that the kernel picks, for a store that workers may open themselves.
+
+    The launcher holds a socket that is bound but does not listen. The kernel gives the port to no program that asks for
+    any free port, but to a store, which asks for this one and sets SO_REUSEADDR.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Without such an address, as with IPv6 alone, no store can be opened; groups over channels need none.
+        reserved.bind((LOOPBACK if has_loopback_address() else "", 0))
+        yield reserved.getsockname()[1]
+
+
+@contextmanager
+def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
+    """Keep the rendezvous of a script's workers open within the block.
+
+    The launcher serves it from the first connection of its own user on; connections of other users are closed at once.
+    So a launch whose workers never connect does not import torch, which takes a second and 150 MB.
+
+    A single worker serves its store itself. If its script starts processes of its own (`torch.multiprocessing.spawn`),
+    it makes a rendezvous for them, and with TORCHELASTIC_USE_AGENT_STORE they would expect that a launcher serves it.
+    """
+    if not has_loopback():
+        print_message(f"lockstep: warning: {NO_LOOPBACK} Groups of shared memory work without it.")
+    if num_workers == 1 or not has_loopback_address():
+        with reserved_port() as port:
+            yield Rendezvous(port, is_served=False)
+        return
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        listener.listen(_BACKLOG)
+        over, over_writer = os.pipe()
+        rendezvous = Rendezvous(listener.getsockname()[1], is_served=True)
+        arguments = (listener, over, rendezvous.was_found)
+        serving = threading.Thread(target=_serve_when_asked, args=arguments, name="rendezvous")
+        serving.start()
+        try:
+            yield rendezvous
+        finally:
+            os.close(over_writer)
+            serving.join()
+            os.close(over)
+
+
+def _serve_when_asked(listener: socket.socket, over: int, was_found: threading.Event) -> None:
+    """Pass connections of this user on to a store, until `over` is closed at its other end."""
+    with GuardedStore() as store:
+
+        def connect() -> socket.socket:
+            was_found.set()
+            try:
+                return store.connect()
+            except OSError as error:
+                print_message(f"error: The rendezvous of this launch cannot be served: {error}")
+                raise
+
+        Forwarding(listener, over, connect, _report_stranger).run()
+
+
+def _report_stranger(name: str) -> None:
+    print_message(
+        f"lockstep: warning: the user {name} has connected to the rendezvous of this launch, and was not let in."
+    )
+
+
+@final
+class GuardedStore:
+    """A TCPStore that only this process can connect to; it is opened at the first connection."""
+
+    def __init__(self) -> None:
+        self._store: TCPStore | None = None
+        self._guard: PortGuard | None = None
+
+    def __enter__(self) -> "GuardedStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store = None
+        if self._guard is not None:
+            self._guard.close()
+
+    def connect(self) -> socket.socket:
+        """Return a connection to the store; `OSError` if others connected each time before its port was guarded."""
+        if self._guard is None:
+            self._guard = self._open()
+        return self._guard.connect()
+
+    def _open(self) -> "PortGuard":
+        # torch's store makes a connection to itself, so its port can be guarded only after that. If another one was
+        # made in between, this store is not used: it would be seen among the connections, or by a key that it has set.
+        from torch.distributed import TCPStore
+
+        for _ in range(_NUM_ATTEMPTS):
+            with socket.socket() as listener:
+                listener.bind((LOOPBACK, 0))
+                listener.listen(_BACKLOG)
+                address: tuple[str, int] = listener.getsockname()
+                guard = PortGuard(listener)
+                host, port = address
+                descriptor = listener.detach()
+                self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+            if not guard.close_to_all() or (self._store.num_keys() == 0 and _count_connections(address) == 1):
+                return guard
+            guard.close()
+            self._store = None
+        raise OSError(
+            f"Other processes connected {_NUM_ATTEMPTS} times to the store before its port was guarded. (LS111)"
+        )
+
+
+def _count_connections(address: tuple[str, int]) -> int:
+    """Return how many connections to a port there are or were a moment ago, as its end of them or as the other."""
+    port = kernel_address(address)
+    ends = [each for each in read_sockets() if port in {each.local, each.remote} and not each.is_listening]
+    return len({frozenset((each.local, each.remote)) for each in ends})
+
+
+_PIECE_BYTES = 1 << 16
+_MOST_UNSENT_BYTES = 1 << 20
+"""From an end whose other end takes nothing, no more than this is read."""
+
+
+@dataclass(slots=True, eq=False)
+class _Side:
+    socket: socket.socket
+    other: "_Side | None" = None
+    unsent: bytearray = field(default_factory=bytearray)
+    has_closed: bool = False
+
+
+@final
+class Forwarding:
+    """Accepts connections, and passes on those of this user (one thread), until `over` can be read.
+
+    `connect` is called for each of them; where it raises an `OSError`, the connection is closed. `on_stranger` gets the
+    name of each other user once.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        over: int,
+        connect: Callable[[], socket.socket],
+        on_stranger: Callable[[str], None],
+    ) -> None:
+        self._listener = listener
+        self._over = over
+        self._connect = connect
+        self._on_stranger = on_stranger
+        self._strangers: set[int] = set()
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> None:
+        self._listener.setblocking(False)
+        with self._selector, contextlib.ExitStack() as stack:
+            stack.callback(self._close_all)
+            self._selector.register(self._over, selectors.EVENT_READ, None)
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+            while True:
+                for key, events in self._selector.select():
+                    if key.fileobj == self._over:
+                        return
+                    if key.fileobj is self._listener:
+                        self._accept()
+                        continue
+                    end: _Side = key.data
+                    if events & selectors.EVENT_READ:
+                        self._receive(end)
+                    if events & selectors.EVENT_WRITE:
+                        self._flush(end)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it was closed again
+            return
+        try:
+            is_own, user = is_own_connection(connection)
+        except OSError:  # it was reset
+            is_own, user = False, None
+        if not is_own:
+            connection.close()
+            if user is not None and user not in self._strangers:
+                self._strangers.add(user)
+                self._on_stranger(_name_of(user))
+            return
+        try:
+            here, there = _Side(connection), _Side(self._connect())
+        except OSError:
+            connection.close()
+            return
+        here.other, there.other = there, here
+        for end in (here, there):
+            end.socket.setblocking(False)
+            end.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._selector.register(end.socket, selectors.EVENT_READ, end)
+
+    def _receive(self, end: _Side) -> None:
+        other = end.other
+        if other is None:  # closed a moment ago
+            return
+        try:
+            piece = end.socket.recv(_PIECE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        if not piece:
+            end.has_closed = True
+        other.unsent += piece
+        self._flush(other)
+
+    def _flush(self, end: _Side) -> None:
+        """Send what this end takes now, and close both once the other end has closed and all is sent."""
+        other = end.other
+        if other is None:
+            return
+        try:
+            while end.unsent:
+                del end.unsent[: end.socket.send(end.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            end.unsent.clear()
+            other.has_closed = True
+        if other.has_closed and not end.unsent:
+            self._close(end)
+            return
+        self._watch(end)
+        self._watch(other)
+
+    def _watch(self, end: _Side) -> None:
+        """Wait for what concerns this end: there is room for what it sends, and there are bytes to send to it."""
+        assert end.other is not None
+        can_read = not end.has_closed and len(end.other.unsent) < _MOST_UNSENT_BYTES
+        events = selectors.EVENT_READ * can_read | selectors.EVENT_WRITE * bool(end.unsent)
+        is_watched = end.socket in self._selector.get_map()
+        if not events:
+            if is_watched:
+                self._selector.unregister(end.socket)
+        elif is_watched:
+            self._selector.modify(end.socket, events, end)
+        else:
+            self._selector.register(end.socket, events, end)
+
+    def _close(self, end: _Side) -> None:
+        for each in (end, end.other):
+            if each is not None:
+                if each.socket in self._selector.get_map():
+                    self._selector.unregister(each.socket)
+                each.socket.close()
+                each.other = None
+
+    def _close_all(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _Side):
+                self._close(key.data)
+
+
+def _name_of(user: int) -> str:
+    with contextlib.suppress(KeyError):
+        return f"{pwd.getpwuid(user).pw_name} (id {user})"
+    return f"of id {user}"
+
+
+_SO_ATTACH_FILTER = 26
+_LOAD_HALF, _JUMP_IF_EQUAL, _RETURN = 0x28, 0x15, 0x06
+"""Instructions: load two bytes of the packet, compare, keep as many bytes as the operand says."""
+_SOURCE_PORT = 0
+"""Where in a TCP header the source port is."""
+_WHOLE = 0xFFFFFFFF
+_NUM_REMEMBERED = 128
+"""The last packet of a handshake may come when the next connection is made already. A jump reaches 255 instructions."""
+
+
+@final
+class PortGuard:
+    """The filter of one listening socket, whose descriptor this duplicates."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener.dup()
+        self._address = listener.getsockname()
+        self._ports: deque[int] = deque(maxlen=_NUM_REMEMBERED)
+
+    def close_to_all(self) -> bool:
+        """Drop every packet from now on; return False where there is no such filter."""
+        if not sys.platform.startswith("linux"):
+            return False
+        try:
+            self._attach()
+        except OSError:  # a sandbox whose kernel lacks it
+            return False
+        return True
+
+    def connect(self) -> socket.socket:
+        connection = socket.socket()
+        try:
+            connection.bind((self._address[0], 0))
+            self._ports.append(connection.getsockname()[1])
+            if sys.platform.startswith("linux"):
+                self._attach()
+            connection.connect(self._address)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _attach(self) -> None:
+        num_ports = len(self._ports)
+        program = [
+            (_LOAD_HALF, 0, 0, _SOURCE_PORT),
+            *((_JUMP_IF_EQUAL, num_ports - place, 0, port) for place, port in enumerate(self._ports)),
+            (_RETURN, 0, 0, 0),
+            (_RETURN, 0, 0, _WHOLE),
+        ]
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
+        self._listener.setsockopt(
+            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", len(program), ctypes.addressof(code))
+        )
+
+
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_MAPPED = "0000000000000000FFFF0000"
+"""How the address of an IPv6 socket begins that is connected over IPv4, as those of torch are."""
+_ESTABLISHED, _LISTENING = 1, 10
+_LOCAL, _REMOTE, _STATE, _USER, _INODE = 1, 2, 3, 7, 9
+"""Columns of a line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpSocket:
+    local: str
+    """Its own address, as `kernel_address` writes it."""
+    remote: str
+    state: int
+    user: int
+    """The id of the user who made it; 0 also for one that is closed."""
+    inode: int
+    """Its number; 0 if it is closed."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is connected, and a process holds it: only then `user` is who made it."""
+        return self.state == _ESTABLISHED and self.inode != 0
+
+    @property
+    def is_listening(self) -> bool:
+        return self.state == _LISTENING
+
+
+def kernel_address(address: tuple[str, int]) -> str:
+    """Return an IPv4 address and a port as the kernel writes them."""
+    (number,) = struct.unpack("=I", socket.inet_aton(address[0]))
+    return f"{number:08X}:{address[1]:04X}"
+
+
+def read_sockets(tables: Sequence[Path] = _TABLES) -> Iterator[TcpSocket]:
+    """Yield the TCP sockets of this host; `OSError` where the kernel does not list them: this is not Linux."""
+    first, *others = tables
+    texts = [first.read_text(), *(table.read_text() for table in others if table.exists())]  # a kernel without IPv6
+    for line in (line for text in texts for line in text.splitlines()[1:]):
+        fields = line.split()
+        yield TcpSocket(
+            local=fields[_LOCAL].removeprefix(_MAPPED),
+            remote=fields[_REMOTE].removeprefix(_MAPPED),
+            state=int(fields[_STATE], 16),
+            user=int(fields[_USER]),
+            inode=int(fields[_INODE]),
+        )
+
+
+def is_own_connection(connection: socket.socket) -> tuple[bool, int | None]:
+    """Return whether a process of this user holds the other end of a connection over loopback, and whose it is.
+
+    The user is None for an end that is closed already, which nobody needs to answer. Where the kernel does not tell,
+    on other systems than Linux, every connection counts as the user's own.
+    """
+    peer, own = kernel_address(connection.getpeername()), kernel_address(connection.getsockname())
+    try:
+        found = [each for each in read_sockets() if each.local == peer and each.remote == own and each.is_open]
+    except OSError:
+        return True, os.getuid()
+    return (found[0].user == os.getuid(), found[0].user) if found else (False, None)
