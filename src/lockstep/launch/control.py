@@ -13,12 +13,15 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, final
+from typing import TYPE_CHECKING, final
 
 from lockstep.channel.table import LineReader, Message, encode
+
+if TYPE_CHECKING:  # the commands that connect need no workers
+    from lockstep.launch.worker_pool import WorkerPool
 
 CONTROL_NAME = ".control"
 """The name of the socket in the folder of the launch."""
@@ -35,49 +38,6 @@ class RefusedError(Exception):
     """A request cannot be carried out; the message says why, and what to do."""
 
 
-class Watched(Protocol):
-    """Calls a function when a descriptor can be read: `WorkerPool`."""
-
-    def watch(self, descriptor: int, call: "WhenReadable") -> None:
-        """Call `call` when the descriptor can be read, until it returns False."""
-
-    def forget(self, descriptor: int) -> None:
-        """Watch a descriptor no more."""
-
-
-class Control(Protocol):
-    def tell(self) -> None:
-        """Tell those that wait how the change has ended, if it has."""
-
-    def close(self) -> None:
-        """Tell those that wait that the run has ended."""
-
-
-@final
-class NobodyAsks:
-    def tell(self) -> None:
-        """Tell nobody."""
-
-    def close(self) -> None:
-        """Close nothing."""
-
-
-NOBODY = NobodyAsks()
-
-
-class WhenReadable(Protocol):
-    def __call__(self) -> bool:
-        """Return whether to go on."""
-
-
-class Answerer(Protocol):
-    def begin(self, request: Message) -> str:
-        """Begin to carry out a request; return what it will do, or a question's answer. `RefusedError` if it cannot."""
-
-    def result(self) -> str | None:
-        """Return how the last change has ended; None while it goes on; `RefusedError` if it has failed."""
-
-
 @dataclass(slots=True)
 class _Client:
     socket: socket.socket
@@ -88,12 +48,19 @@ class _Client:
 
 @final
 class ControlSocket:
-    """Listens in a folder for requests; `OSError` if the folder cannot hold a socket."""
+    """Listens in a folder for requests; `OSError` if the folder cannot hold a socket.
 
-    def __init__(self, folder: Path, events: Watched, answerer: Answerer) -> None:
+    `begin` begins to carry out a request, and returns what it will do, or a question's answer. `result` returns how the
+    last change has ended, None while it goes on. Both raise `RefusedError`.
+    """
+
+    def __init__(
+        self, folder: Path, pool: "WorkerPool", begin: Callable[[Message], str], result: Callable[[], str | None]
+    ) -> None:
         self._folder = folder
-        self._events = events
-        self._answerer = answerer
+        self._pool = pool
+        self._begin = begin
+        self._result = result
         self._clients: list[_Client] = []
         self._listener = socket.socket(socket.AF_UNIX)
         try:
@@ -107,14 +74,14 @@ class ControlSocket:
             self._listener.close()
             raise
         self._listener.setblocking(False)
-        events.watch(self._listener.fileno(), self._accept)
+        pool.watch(self._listener.fileno(), self._accept)
 
     def tell(self) -> None:
         waiting = [client for client in self._clients if client.waits]
         if not waiting:
             return
         try:
-            result = self._answerer.result()
+            result = self._result()
             answer = None if result is None else {"done": result}
         except RefusedError as refused:
             answer = {"error": str(refused)}
@@ -127,7 +94,7 @@ class ControlSocket:
         if self._listener.fileno() < 0:
             return
         (self._folder / CONTROL_NAME).unlink(missing_ok=True)
-        self._events.forget(self._listener.fileno())
+        self._pool.forget(self._listener.fileno())
         self._listener.close()
         for client in list(self._clients):
             if client.waits:
@@ -145,7 +112,7 @@ class ControlSocket:
         accepted.setblocking(False)
         client = _Client(accepted)
         self._clients.append(client)
-        self._events.watch(accepted.fileno(), lambda: self._receive(client))
+        self._pool.watch(accepted.fileno(), lambda: self._receive(client))
         return True
 
     def _receive(self, client: _Client) -> bool:
@@ -165,7 +132,7 @@ class ControlSocket:
 
     def _answer(self, client: _Client, request: Message) -> None:
         try:
-            text = self._answerer.begin(request)
+            text = self._begin(request)
         except RefusedError as refused:
             self._send(client, {"error": str(refused)})
             return
@@ -180,7 +147,7 @@ class ControlSocket:
     def _drop(self, client: _Client) -> None:
         if client in self._clients:
             self._clients.remove(client)
-            self._events.forget(client.socket.fileno())
+            self._pool.forget(client.socket.fileno())
             client.socket.close()
 
 

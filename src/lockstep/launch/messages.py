@@ -1,5 +1,7 @@
 """What the launcher and a worker of `launch` send each other: a task and a report, each as bytes on a pipe.
 
+And what the caller of `launch` gets of a report: a result, or an exception.
+
 launcher                                   worker
 --------                                   ------
 search path (JSON line)            ->      sets sys.path, which unpickling the task needs
@@ -14,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from lockstep.errors import WorkerFailedError, WorkerFailure
+from lockstep.launch.exits import CONSEQUENCES, describe_failures
 from lockstep.launch.pickling import pack
 from lockstep.launch.unpicklable import Unpicklable, find_in_call, find_in_result, name_of
 
@@ -140,3 +144,36 @@ def read_report(received: bytes | bytearray) -> Report | None:
         return None
     report: Report = pickle.loads(memoryview(received)[header:])  # noqa: S301 - from our own child, over a pipe only it holds
     return report
+
+
+def load_result(report: Report) -> Any:
+    try:
+        return pickle.loads(report.result or b"")  # noqa: S301 - from our own child
+    except Exception as error:
+        reason = f"returned a value that the launcher cannot unpickle: {type(error).__name__}: {error}"
+        failure = WorkerFailure(rank=report.rank, reason=reason, traceback="", error=error)
+        raise WorkerFailedError(
+            f"Worker {report.rank} {reason}. Return numbers, text, containers or CPU tensors. (LS120)", (failure,)
+        ) from error
+
+
+def load_error(report: Report) -> BaseException | None:
+    """Return the worker's exception; None if it cannot be unpickled here. The report has its text in any case."""
+    try:
+        error: BaseException | None = pickle.loads(report.error) if report.error is not None else None  # noqa: S301
+    except Exception:  # noqa: BLE001 - unpickling a user's class may raise anything
+        return None
+    return error
+
+
+def is_consequence(report: Report) -> bool:
+    """Return whether the worker's exception says that another worker failed."""
+    return isinstance(load_error(report), CONSEQUENCES)
+
+
+def failed_error(failures: tuple[WorkerFailure, ...], stop_reason: str = "") -> WorkerFailedError:
+    """Return the error for these failures, the first in time first; `stop_reason`: why the others did not continue."""
+    message = describe_failures(failures)
+    error = WorkerFailedError(f"{message}\n\n{stop_reason}" if stop_reason else message, failures)
+    error.__cause__ = failures[0].error
+    return error

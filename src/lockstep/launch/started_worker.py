@@ -9,8 +9,7 @@ from typing import final
 
 from lockstep.errors import WorkerFailure
 from lockstep.launch.exits import UNKNOWN_KILLER, describe_exit
-from lockstep.launch.messages import Report, WorkerTask, read_report
-from lockstep.launch.results import is_consequence, load_error
+from lockstep.launch.messages import Report, WorkerTask, is_consequence, load_error, read_report
 from lockstep.launch.sessions import exit_code
 from lockstep.launch.template import Process
 

@@ -16,12 +16,11 @@ from collections.abc import Iterable
 from typing import final
 
 from lockstep.launch.continuation import Continuation, EndedWorker
-from lockstep.launch.control import Control
+from lockstep.launch.control import ControlSocket
 from lockstep.launch.exits import patience_after
 from lockstep.launch.fencing import Fencing
-from lockstep.launch.messages import Report
+from lockstep.launch.messages import Report, failed_error
 from lockstep.launch.restarts import LostWorkersError
-from lockstep.launch.results import failed_error
 from lockstep.launch.scaling import Scaling
 from lockstep.launch.started_worker import EARLIER_FAILURE_SECONDS, End, StartedWorker
 from lockstep.launch.worker_pool import WorkerPool
@@ -38,7 +37,7 @@ class Supervision:
         pool: WorkerPool,
         continuation: Continuation,
         scaling: Scaling,
-        control: Control,
+        control: ControlSocket | None,
         fencing: Fencing,
         *,
         needs_every_result: bool = True,
@@ -68,10 +67,12 @@ class Supervision:
                 raise self._pool.failure
             if self._deadline == math.inf:
                 self._scaling.advance()
-            self._control.tell()
+            if self._control is not None:
+                self._control.tell()
         self._continuation.refuse()
         self._continuation.announce_end()
-        self._control.close()
+        if self._control is not None:
+            self._control.close()
         self._scaling.finish()
         self._pool.let_exit()
         if self._needs_every_result:
