@@ -44,8 +44,8 @@ class AveragingOptions:
 
     model_number: int
     """Which of the models that were wrapped over its group it is."""
-    compares_replicas: bool
-    """Whether parameters, optimizers and their steps must be the same on all ranks."""
+    compares: bool
+    """Whether parameters, optimizers, steps, samplers and modes must be the same on all ranks."""
     nonfinite: Literal["stop", "skip"]
     on_skip: Literal["error", "zeros"]
 
@@ -70,7 +70,7 @@ class Averaging:
             self.reducer,
             ComparisonOptions(
                 model_number=options.model_number,
-                compares_replicas=options.compares_replicas,
+                compares=options.compares,
                 nonfinite=options.nonfinite,
                 skips_with_zeros=options.on_skip == "zeros",
                 is_asynchronous=any(reducing.is_asynchronous(each.spec.device) for each in model.trained),

@@ -124,8 +124,9 @@ class DistributedDataParallel(TorchNames):
         nonfinite: What becomes of an optimizer step with a gradient that is not finite: "stop" for an error that
             names rank and parameter, "skip" to change nothing in that step; a GPU tells one step later. A GradScaler
             sees them first.
-        compare: Whether each backward compares the ranks' parameters, optimizers and steps. Turn it off where they
-            are to differ: local perturbations, models that are averaged now and then.
+        compare: Whether each backward compares the ranks' parameters, optimizers, steps, samplers and modes. Turn it
+            off where they are to differ: models that are averaged now and then, say. Weights that are moved for a
+            backward and put back before the step need no switch.
 
     Raises:
         GroupError: There is no process group.
@@ -208,7 +209,7 @@ class DistributedDataParallel(TorchNames):
         self.logger: Any = Statistics()
         self._options = AveragingOptions(
             model_number=number_model(self._workers),
-            compares_replicas=compare,
+            compares=compare,
             nonfinite=nonfinite,
             on_skip=on_skip,
         )

@@ -256,7 +256,7 @@ def describe_shared_arguments(wrapper: Any, *, sends_at_start: bool, given: Aver
         **{name: getattr(precision, name, None) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")},
         "nonfinite": given.nonfinite,
         "on_skip": given.on_skip,
-        "compare": given.compares_replicas,
+        "compare": given.compares,
     }
     return [f"{name}={value!r}" for name, value in arguments.items()]
 

@@ -1,9 +1,11 @@
 """Which optimizers update a model, and how often: seen through torch's hooks on the steps of all optimizers."""
 
+import gc
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import Any, Final, Protocol, final
 
@@ -83,6 +85,15 @@ _REGISTERED: Final[list[_Registered]] = []
 """Those that torch has, of all listeners of this process: torch's hooks are the process' too."""
 
 
+def has_optimizer(parameters: Collection[int]) -> bool:
+    """Return whether an optimizer of this process holds a parameter with one of these ids (local; it takes long)."""
+    # By their types, of which there are few; not by `isinstance`, which runs the code of objects that stand for others.
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Optimizer)}
+    groups = chain.from_iterable(getattr(each, "param_groups", ()) for each in objects if type(each) in kinds)
+    return any(id(parameter) in parameters for group in groups for parameter in group["params"])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParameters:
     known: Sequence[nn.Parameter]
@@ -117,6 +128,10 @@ class OptimizerSteps:
         self._stepped: list[weakref.ref[Optimizer]] = []
         self._options: weakref.WeakKeyDictionary[Optimizer, _NumberedOptions] = weakref.WeakKeyDictionary()
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, HeldParameters]] = weakref.WeakKeyDictionary()
+
+    @property
+    def is_stepping(self) -> bool:
+        return bool(self._running)
 
     @property
     def stepped(self) -> list[Optimizer]:

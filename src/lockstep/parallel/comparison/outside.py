@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import ReductionError
-from lockstep.parallel.comparison.values import ReplicaValues
+from lockstep.parallel.comparison.values import SWITCH, ReplicaValues
 from lockstep.processes.user_line import stacklevel_of_user, user_line
 from lockstep.reduce.current_plan import has_place
 from lockstep.torch_private.modules import parameter_registry
@@ -33,6 +33,8 @@ _NUM_IDLE = 3
 """After so many reductions an optimizer whose parameters never have gradients is an error."""
 _NUM_BETWEEN = 64
 """After so many steps is looked again which parameters have a wrapper: for all of them that takes as long as a step."""
+_NUM_UNKNOWN = 3
+"""After so many exchanges in which a rank had nothing to compare they are compared no more."""
 _NUM_READ_ON_DEVICE = 4
 """So often such parameters are read on an asynchronous device, where reading them waits for it."""
 
@@ -56,8 +58,8 @@ class OutsideParameters:
     def __init__(self, *, may_read: bool) -> None:
         self._may_read = may_read
         self._places: dict[str, weakref.ref[nn.Parameter]] = {}
-        self._values = ReplicaValues(self._list_parameters, may_read=True)
-        self._num_read = 0
+        self._values = ReplicaValues(self._list_parameters, lambda: True, may_read=True)
+        self._num_read = self._num_unknown = 0
         self._num_steps = 0
         self._placed: set[int] = set()
         self._is_compared = True
@@ -78,7 +80,7 @@ class OutsideParameters:
             for number, each in enumerate(new, start=first):
                 self._places[f"{number}: {places[id(each)]}"] = weakref.ref(each)
             self._values.look()
-        self._values.note_update()
+        self._values.end_update()
 
     def number(self) -> int:
         """Return a number for their values, as far as they are looked at this time (local)."""
@@ -100,6 +102,11 @@ class OutsideParameters:
     def compare(self, found: Sequence[tuple[OutsideValue, ...]]) -> None:
         """Look at what `describe` has returned on each rank, in rank order, and warn once (the same on every rank)."""
         if not self._is_compared or len(set(found)) == 1:
+            return
+        if not all(found):  # a rank does not know what lasts, or has none
+            self._values.compare([{}])
+            self._num_unknown += 1
+            self._is_compared = self._num_unknown < _NUM_UNKNOWN
             return
         self._is_compared = False  # that they differ was said, or they are different things
         text = find_outside_difference(found)
@@ -164,7 +171,7 @@ class IdleOptimizers:
             f"the wrapped model's parameter {name} and others of the same shapes get them and are in no optimizer that "
             f"steps: after {num_reductions} backwards they were not changed. The optimizer was made with the "
             "parameters of a copy of the model, or before layers were replaced. Make it after wrapping: "
-            "torch.optim.SGD(model.parameters(), ...) with the wrapped model. (LS319)"
+            f"torch.optim.SGD(model.parameters(), ...) with the wrapped model. {SWITCH} (LS319)"
         )
 
 

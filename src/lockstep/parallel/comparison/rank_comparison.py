@@ -16,7 +16,7 @@ from lockstep.parallel.comparison.ending import EndOfScript
 from lockstep.parallel.comparison.forwards import TrainingForwards
 from lockstep.parallel.comparison.layers import ForwardState, warn_of_unlike_layers
 from lockstep.parallel.comparison.loaders import LoaderPositions
-from lockstep.parallel.comparison.optimizers import listen_to_steps
+from lockstep.parallel.comparison.optimizers import has_optimizer, listen_to_steps
 from lockstep.parallel.comparison.record import Kind, RankRecord, find_difference
 from lockstep.parallel.comparison.samplers import DataSamplers
 from lockstep.parallel.comparison.skipping import SkippedBatches
@@ -42,7 +42,8 @@ _NUM_WITH_DATA = 4
 class ComparisonOptions:
     model_number: int
     """Which of the models that were wrapped over this group it is: the same on every rank."""
-    compares_replicas: bool
+    compares: bool
+    """Whether more is compared than which backwards the ranks run."""
     nonfinite: Literal["stop", "skip"]
     skips_with_zeros: bool
     """Whether a rank that skips a batch takes part in the backward of the others with zeros."""
@@ -69,11 +70,13 @@ class RankComparison:
         self._samplers = DataSamplers(world)
         self._loaders = LoaderPositions()
         self._state = ForwardState(model)
-        self._values = ReplicaValues(model.parameters, may_read=may_read)
+        self._values = ReplicaValues(
+            model.parameters, lambda: has_optimizer(self._steps.names.keys()), may_read=may_read
+        )
         self._steps = WatchedSteps(
             world, options.model_number, self._reducer, self._values, options.nonfinite, may_read=may_read
         )
-        self._steps.compares_replicas = options.compares_replicas
+        self._compares = self._steps.compares_replicas = options.compares
         self._skipped = SkippedBatches(self._reducer)
         self.order = WrapOrder(world, options.model_number)
         self._is_fresh = self._was_fresh = True
@@ -97,7 +100,7 @@ class RankComparison:
         if reducer is None:
             return
         if reducer.watch.has_local_gradients and self._values.was_written():
-            self._steps.warn_of_local_gradients(reducer)
+            self._steps.note_local_update(reducer)
         counts = is_training and reducer.watch.synchronizes
         if self._skips_with_zeros and counts and self.forwards.num_unused and not self._steps.is_joining:
             self._begin_skipped()
@@ -163,13 +166,12 @@ class RankComparison:
         self._num_forwards = self.forwards.end_backward()
         numbers: tuple[int, ...] = (
             self._name_number,
-            self.forwards.is_training,
             self.forwards.num_unused,
-            self._keeps_gradients,
-            self._samplers.number(),
             self._loaders.number(),
-            self._state.number(),
         )
+        if self._compares:
+            numbers = (*numbers, self.forwards.is_training, self._keeps_gradients)
+            numbers = (*numbers, self._samplers.number(), self._state.number())
         if steps.compares_replicas:
             done = steps.optimizers
             numbers = (*numbers, done.num_steps, done.number(), steps.gradient_number, self._values.number())
@@ -199,6 +201,8 @@ class RankComparison:
             self._loaders.compare([each.loaders for each in records], reducer.num_reductions)
             self._samplers.compare([each.samplers for each in records])
             steps.outside.compare([each.outside for each in records])
+            if steps.compares_replicas:
+                self._values.compare([each.values for each in records])
         self._skipped.correct_mean(status)
         steps.finite.note(status, reducer.num_reductions)
         self._batches.look_at(status)
@@ -226,9 +230,9 @@ class RankComparison:
         done = steps.optimizers
         return RankRecord(
             model=self._name,
-            is_training=self.forwards.is_training,
+            is_training=self.forwards.is_training or not self._compares,
             num_unused_forwards=self.forwards.num_unused,
-            keeps_gradients=self._keeps_gradients,
+            keeps_gradients=self._keeps_gradients and self._compares,
             num_steps=done.num_steps,
             options=done.describe(steps.names) if compares else (),
             gradients=steps.gradient_number,
@@ -236,9 +240,9 @@ class RankComparison:
             states=done.describe_states() if compares else (),
             outside=steps.outside.describe() if compares else (),
             names=self.order.describe(),
-            samplers=self._samplers.describe(),
+            samplers=self._samplers.describe() if self._compares else (),
             loaders=self._loaders.describe(),
-            state=self._state.describe(),
+            state=self._state.describe() if self._compares else {},
             instructions=torch.backends.cpu.get_cpu_capability(),
             forward_line=str(self.forwards.line),
             step_line=str(done.line),

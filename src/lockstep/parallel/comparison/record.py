@@ -9,6 +9,7 @@ from enum import Enum, auto
 
 from lockstep.errors import counted
 from lockstep.parallel.comparison.outside import OutsideValue
+from lockstep.parallel.comparison.values import SWITCH
 from lockstep.parallel.comparison.wrap_order import NamesByModel, find_other_order
 from lockstep.reduce.model import Description, describe_differences
 
@@ -99,7 +100,8 @@ def _compare_options(rank: int, record: RankRecord, first: RankRecord) -> Findin
                 Kind.REPLICAS,
                 f"The optimizers of ranks {rank} and 0 differ: {describe_differences(found, expected)}. The last step "
                 f"was at {first.step_line}. Give optimizers the same options on every rank, and step schedulers "
-                "alike: a scheduler that follows a loss needs the mean over the ranks, not each rank's own. (LS313)",
+                "alike: a scheduler that follows a loss needs the mean over the ranks, not each rank's own. "
+                f"{SWITCH} (LS313)",
             )
     return None
 
@@ -114,7 +116,7 @@ def _compare_samplers(rank: int, record: RankRecord, first: RankRecord) -> Findi
                 f"The DistributedSamplers of ranks {rank} and 0 differ: {describe_differences(found, expected)}. So "
                 "some samples would be seen by several ranks, and others by none, or a rank is ahead of the other by "
                 "batches that it has skipped or not had. Make samplers alike on every rank, over the same data in one "
-                "order (sort what lists files), and call set_epoch with the same number on all. (LS317)",
+                f"order (sort what lists files), and call set_epoch with the same number on all. {SWITCH} (LS317)",
             )
     return None
 
@@ -131,7 +133,8 @@ def _compare_steps(rank: int, record: RankRecord, first: RankRecord) -> Finding 
         f"{first.num_steps}{f', so their parameters differ, {odd} for one' if odd else ''}. Rank {more} stepped at "
         f"{line}, and rank {fewer} did not, or rank {more} stepped without a backward for a batch that it has skipped. "
         "Step the optimizer on every rank or on none: decide by a number that is the same on all, such as the sum of "
-        "a flag over the ranks. Where a rank skips a batch, call model.skip_backward() in place of backward(). (LS321)",
+        "a flag over the ranks. Where a rank skips a batch, call model.skip_backward() in place of backward(). "
+        f"{SWITCH} (LS321)",
     )
 
 
@@ -144,7 +147,7 @@ def _compare_gradients(rank: int, record: RankRecord, first: RankRecord) -> Find
         f"The gradients with which rank {rank} stepped its optimizer at {record.step_line} were not those of rank 0: "
         "the backward had left the same on both, and then .grad was changed on one rank, or otherwise. Parameter "
         f"{odd} differs since. Clip, scale and clear gradients alike on every rank, by numbers that are the same on "
-        "all. (LS313)",
+        f"all. {SWITCH} (LS313)",
     )
 
 
@@ -162,7 +165,7 @@ def _compare_values(rank: int, record: RankRecord, first: RankRecord) -> Finding
         cause = (
             f"The state of their optimizers differs too ({', '.join(states[:3])}): a state that was loaded on one rank "
             f"only gives other steps there. The last step was at {first.step_line}. Load the optimizer's state on "
-            "every rank."
+            f"every rank. {SWITCH}"
         )
     elif record.instructions != first.instructions:
         cause = (
@@ -176,7 +179,7 @@ def _compare_values(rank: int, record: RankRecord, first: RankRecord) -> Finding
             "It was written on one rank, or with other values on each: by a checkpoint that was loaded, an "
             "initialisation, or averaged weights that were swapped in, after wrapping; or the ranks began with other "
             "values and init_sync=False. Write the same values on every rank, or on rank 0 before wrapping, which "
-            "sends rank 0's to all."
+            f"sends rank 0's to all. {SWITCH}"
         )
     return Finding(
         Kind.REPLICAS,
@@ -211,7 +214,7 @@ def _compare_modes(rank: int, record: RankRecord, first: RankRecord) -> Finding 
         Kind.CALLS,
         f"Rank {evaluating} runs forward and backward in evaluation mode (its last forward was at {line}), and rank "
         f"{rank if evaluating == 0 else 0} in training mode. "
-        "Call model.train() on every rank after an evaluation. (LS320)",
+        f"Call model.train() on every rank after an evaluation. {SWITCH} (LS320)",
     )
 
 
@@ -223,7 +226,7 @@ def _compare_states(rank: int, record: RankRecord, first: RankRecord) -> Finding
         Kind.CALLS,
         f"In the last forward {name} was {record.state[name]} on rank {rank} and {first.state[name]} on rank 0. The "
         f"forward was at {record.forward_line} on rank {rank}, at {first.forward_line} on rank 0. Choose modes and "
-        "precision alike on every rank. (LS320)",
+        f"precision alike on every rank. {SWITCH} (LS320)",
     )
 
 
@@ -235,7 +238,7 @@ def _compare_clearing(rank: int, record: RankRecord, first: RankRecord) -> Findi
         Kind.CALLS,
         f"The backward of rank {keeping} has added to the gradients of an earlier step, and on rank {other} they had "
         f"been cleared, so the mean would have been of other things. The last forward was at {first.forward_line}. "
-        "Call optimizer.zero_grad() on every rank alike. (LS313)",
+        f"Call optimizer.zero_grad() on every rank alike. {SWITCH} (LS313)",
     )
 
 

@@ -28,6 +28,8 @@ _LOCAL_GRADIENTS = (
     "backward() for averaged ones, or average these with torch.distributed.all_reduce. "
     "This warning is given once. (LS311)"
 )
+_NUM_LOCAL_UPDATES = 4
+"""So many forwards in a row without a reduction show that such weights stay. [Note: what lasts]"""
 
 
 @final
@@ -63,7 +65,8 @@ class WatchedSteps:
         self._by_hand = HandAveraging(world, model_number)
         self._trained: Mapping[str, nn.Parameter] = {}
         self._ignored: set[int] = set()
-        self._num_reduced = 0
+        self._num_reduced = self._num_local_updates = 0
+        self._local_after = -1
         self._has_warned = False
 
     def know(self, named: Sequence[tuple[str, nn.Parameter]], ignored: Sequence[nn.Parameter]) -> None:
@@ -90,6 +93,7 @@ class WatchedSteps:
             reducer.watch.has_local_gradients = False  # taken beside those of a reduction: for a log, say
         self.warn_of_local_gradients(reducer)
         self.finite.before_step(optimizer, held.known)
+        self._values.begin_update()
         self.optimizers.begin(optimizer)
         if self.compares_replicas:
             self.gradient_number = hash((self.gradient_number, self.gradients.number()))
@@ -103,12 +107,21 @@ class WatchedSteps:
             self.optimizers.end(optimizer)
             self.finite.after_step(optimizer)
             self.gradients.note_step()
-            self._values.note_update()
+            if not self.optimizers.is_stepping:
+                self._values.end_update()
             self._num_reduced = self._num_reduced if reducer is None else reducer.num_reductions
 
     def begin_anew(self) -> None:
         self.optimizers.begin_anew()
         self.gradient_number = 0
+
+    def note_local_update(self, reducer: Reducer) -> None:
+        """Note a forward with parameters that were written to, and local gradients: in some, they are put back."""
+        is_next = self._local_after == reducer.num_reductions
+        self._num_local_updates = self._num_local_updates + 1 if is_next else 1
+        self._local_after = reducer.num_reductions
+        if self._num_local_updates >= _NUM_LOCAL_UPDATES:
+            self.warn_of_local_gradients(reducer)
 
     def warn_of_local_gradients(self, reducer: Reducer) -> None:
         """Warn, once, if `torch.autograd.grad` has given gradients of this rank alone since the last reduction."""
@@ -127,7 +140,8 @@ class WatchedSteps:
         if is_inside:
             raise ReductionError(
                 f"An optimizer stepped inside a backward, at {user_line()}, with gradients of this rank alone: they "
-                "are averaged over the ranks at the end of the backward. Call step() after backward(). (LS311)"
+                "are averaged over the ranks at the end of the backward. Call step() after backward(). To train each "
+                "rank on its own for a while, wrap the module with compare=False. (LS311)"
             )
         name = has_unsynchronized(reducer, parameters) if reducer.watch.num_local_backwards else ""
         if name and self._by_hand.is_done(parameters):

@@ -30,7 +30,7 @@ NamesByModel = Mapping[int, frozenset[str]]
 """Under which names a rank holds each model that it has wrapped, by number."""
 _REMEDY = (
     "Wrap models in the same order on every rank: keep them in a list or a dictionary that is filled in a fixed order, "
-    "and do not loop over a set."
+    "and do not loop over a set. If that is meant, wrap with compare=False."
 )
 _FIRST_REDUCTION: Final = 1
 _LAST_REDUCTION: Final = 5

@@ -1,7 +1,9 @@
 """What the ranks of a wrapper find when they differ; ranks are threads, and a script is a few lines."""
 
+import gc
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,9 +129,33 @@ def holds_a_copy(loop: Loop) -> None:
         loop.optimizer.step()
 
 
+def writes_without_an_optimizer(loop: Loop) -> None:
+    loop.optimizer = SimpleNamespace(zero_grad=loop.model.zero_grad)
+    gc.collect()
+    for loop.step in range(2 * NUM_STEPS):
+        loop.backward()
+        with torch.no_grad():
+            for each in loop.module.parameters():
+                each.sub_(0.1 * each.grad * (2 if loop.rank == 1 and loop.step == 2 else 1))
+
+
+def writes_to_a_frozen_layer(loop: Loop) -> None:
+    loop.module[0].requires_grad_(requires_grad=False)
+    writes_on_one_rank(loop)
+
+
+def loads_before_its_first_step(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.module[2].bias.add_(loop.rank)
+    loop.train()
+
+
 @pytest.mark.parametrize(
     ("script", "parts"),
     [
+        (writes_without_an_optimizer, ["0.weight has other values on rank 1"]),
+        (writes_to_a_frozen_layer, ["0.weight has other values on rank 1"]),
+        (loads_before_its_first_step, ["2.bias has other values on rank 1"]),
         (writes_on_one_rank, ["0.weight has other values on rank 1", "written on one rank"]),
         (has_another_rate, ["lr is 0.2 and 0.1"]),
         (steps_twice_on_one_rank, ["rank 1 has taken 2 optimizer steps and rank 0 1"]),
@@ -147,6 +173,7 @@ def test_a_difference_is_one_error_on_all_ranks(script: Callable[[Loop], object]
     assert first == second
     for part in parts:
         assert part in first
+    assert any(switch in first for switch in ("compare=False", 'on_skip="zeros"'))
 
 
 def trains_plainly(loop: Loop) -> None:
@@ -217,10 +244,6 @@ def test_our_hooks_leave_the_comparison_on() -> None:
     assert all("0.weight has other values" in text for text in run(writes_under_our_ring))
 
 
-def test_ranks_may_be_let_differ() -> None:
-    assert not any(run(writes_on_one_rank, compare=False))
-
-
 def test_a_model_may_be_wrapped_after_one_that_was_not_compared() -> None:
     # The second wrapper once waited for what the first, which compares no values, had never written to the store.
     assert not any(run(trains_two_models_with_one_optimizer, init_sync=False))
@@ -252,3 +275,167 @@ def test_every_rank_is_told_of_an_argument_that_differs(on_rank_1: dict[str, Any
     with warnings.catch_warnings(action="ignore"):
         texts = run_ranks(2, wrap, has_default_group=True)
     assert all(f"rank 1 has {value}, rank 0 has {default}." in text for text in texts)
+
+
+# -- Methods that move the weights and put them back -------------------------------------------------------------------
+
+
+def noise(parameter: Tensor, seed: int) -> Tensor:
+    return 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Moved:
+    """Weights that are elsewhere for a while; what was there is put back from a copy."""
+
+    def __init__(self, loop: Loop, *, in_place: bool = True) -> None:
+        self.parameters = list(loop.model.parameters())
+        self.in_place = in_place
+
+    def move(self, steps: list[Tensor]) -> None:
+        self.kept = [each.detach().clone() for each in self.parameters]
+        self._write([each + step for each, step in zip(self.kept, steps, strict=True)])
+
+    def put_back(self) -> None:
+        self._write(self.kept)
+
+    def _write(self, values: list[Tensor]) -> None:
+        with torch.no_grad():
+            for each, value in zip(self.parameters, values, strict=True):
+                if self.in_place:
+                    each.copy_(value)
+                else:
+                    each.data = value.clone()  # which no version counter shows
+
+
+def looks_for_sharpness(loop: Loop, *, in_place: bool = True) -> None:
+    """SAM: the first backward is local, and so is the move."""
+    moved = Moved(loop, in_place=in_place)
+    for loop.step in range(2 * NUM_STEPS):
+        with loop.model.no_sync():
+            loop.backward()
+        moved.move([0.05 * each.grad / each.grad.norm() for each in moved.parameters])
+        loop.backward()
+        moved.put_back()
+        loop.optimizer.step()
+
+
+def looks_for_sharpness_by_data(loop: Loop) -> None:
+    looks_for_sharpness(loop, in_place=False)
+
+
+def adds_noise_by_rank(loop: Loop) -> None:
+    moved = Moved(loop)
+    for loop.step in range(2 * NUM_STEPS):
+        moved.move([noise(each, 10 * loop.step + loop.rank) for each in moved.parameters])
+        loop.backward()
+        moved.put_back()
+        loop.optimizer.step()
+
+
+def adds_noise_and_accumulates(loop: Loop) -> None:
+    moved = Moved(loop)
+    for loop.step in range(3 * NUM_STEPS):
+        moved.move([noise(each, 10 * loop.step + loop.rank) for each in moved.parameters])
+        (loop.model(rows(loop.rank, loop.step)).square().mean() / 5).backward()
+        moved.put_back()
+        if loop.step % 5 == 4:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+
+
+def looks_ahead(loop: Loop) -> None:
+    slow = [each.detach().clone() for each in loop.model.parameters()]
+
+    def pull() -> None:
+        if loop.step % 2:
+            with torch.no_grad():
+                for each, kept in zip(loop.model.parameters(), slow, strict=True):
+                    each.copy_(kept.add_(each - kept, alpha=0.5))
+
+    loop.train(pull)
+
+
+def validates_an_average_on_one_rank(loop: Loop) -> None:
+    moved = Moved(loop)
+
+    def validate() -> None:
+        if loop.rank == 0:
+            moved.move([-0.5 * each.detach() for each in moved.parameters])
+            loop.model.eval()
+            with torch.no_grad():
+                loop.module(rows(0, 0))
+            moved.put_back()
+            loop.model.train()
+
+    loop.train(validate)
+
+
+def moves_against_a_local_gradient(loop: Loop) -> None:
+    """Adversarial weights: the direction is of `autograd.grad`, in several small moves."""
+    moved = Moved(loop)
+    for loop.step in range(NUM_STEPS):
+        total = [torch.zeros_like(each) for each in moved.parameters]
+        for _ in range(2):
+            loss = loop.model(rows(loop.rank, loop.step)).square().mean()
+            found = torch.autograd.grad(loss, moved.parameters)
+            total = [each + 0.01 * step for each, step in zip(total, found, strict=True)]
+            moved.move(total)
+            loop.optimizer.zero_grad()
+            loop.model(rows(loop.rank, loop.step)).square().mean().backward()
+            moved.put_back()
+        loop.optimizer.step()
+
+
+def estimates_by_perturbation(loop: Loop) -> None:
+    """A part of the gradient is of two forwards with moved weights, each rank in a direction of its own."""
+    moved = Moved(loop)
+    for loop.step in range(NUM_STEPS):
+        losses = []
+        for sign in (1, -1):
+            moved.move([sign * noise(each, 10 * loop.step + loop.rank) for each in moved.parameters])
+            with torch.no_grad():
+                losses.append(float(loop.model(rows(loop.rank, loop.step)).square().mean()))
+            moved.put_back()
+        loop.optimizer.zero_grad()
+        (loop.model(rows(loop.rank, loop.step)).square().mean() * (1 + losses[0] - losses[1])).backward()
+        loop.optimizer.step()
+
+
+def looks_for_sharpness_and_writes_on_one_rank(loop: Loop) -> None:
+    plain = loop.optimizer.step
+
+    def step() -> None:
+        plain()
+        if loop.rank == 1 and loop.step == NUM_STEPS:
+            with torch.no_grad():
+                loop.module[2].weight.mul_(0.5)
+
+    loop.optimizer.step = step
+    looks_for_sharpness(loop)
+
+
+def test_a_difference_that_lasts_is_told_of_while_weights_are_moved() -> None:
+    errors = run(looks_for_sharpness_and_writes_on_one_rank)
+    assert all("2.weight has other values on rank 1" in text for text in errors)
+
+
+@pytest.mark.parametrize("script", [evaluates_on_one_rank, freezes_a_layer_on_one_rank, writes_on_one_rank])
+def test_the_switch_that_an_alarm_names_ends_it(script: Callable[[Loop], object]) -> None:
+    assert not any(run(script, compare=False))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        looks_for_sharpness,
+        looks_for_sharpness_by_data,
+        adds_noise_by_rank,
+        adds_noise_and_accumulates,
+        looks_ahead,
+        validates_an_average_on_one_rank,
+        moves_against_a_local_gradient,
+        estimates_by_perturbation,
+    ],
+)
+def test_weights_that_are_moved_and_put_back_are_no_difference(script: Callable[[Loop], object]) -> None:
+    assert not any(run(script))
