@@ -3,12 +3,14 @@
 [Note: what is a batch] The first dimension of the inputs need not be the batch: packed sequences have their tokens
 there, heads of a detector their regions, and such sizes vary on each rank from step to step. A batch size does not,
 except for the last batch of an epoch. So sizes that differ between the ranks are warned of where they were the same on
-all ranks in all steps before, or differ in the same way twice in a row; and not any more after they have varied
-otherwise.
+all ranks in all steps before, or differ in the same ratio as in one of the two steps before; and not any more after
+they have differed in two ways. The ratio, because steps may alternate between one forward and two: 3 samples and 2 are
+6 and 4 then.
 """
 
 import warnings
 from collections.abc import Iterable, Sequence
+from math import gcd
 from typing import Any, final
 
 from torch import Tensor
@@ -30,9 +32,11 @@ class UnevenBatchWarning:
     def __init__(self) -> None:
         self.is_expected = False
         self._is_done = False
-        self._last: tuple[int, ...] = ()
+        self._sizes: tuple[int, ...] = ()
+        self._recent: tuple[tuple[int, ...], ...] = ()
+        self._uneven: set[tuple[int, ...]] = set()
         self._last_backwards: tuple[int, ...] = ()
-        self._num_changes = 0
+        self._is_even = True
 
     def look_at(self, status: GroupStatus) -> None:
         if self._is_done or self.is_expected or status.empty:
@@ -43,14 +47,17 @@ class UnevenBatchWarning:
             if not is_first:  # a second time, so that a last, shorter accumulation is not warned of alone
                 self._warn(_describe_sizes(status) if status.uneven_batch_sizes else _describe_accumulation(backwards))
             return
-        sizes = status.uneven_batch_sizes
-        before, self._last = self._last, status.batch_sizes
-        was_even = len(set(before)) == 1 and before[0] > 0
-        if sizes and (sizes == before or (was_even and self._num_changes == 0)):
-            self._warn(_describe_sizes(status))
-        elif before and before != status.batch_sizes:
-            self._num_changes += 1
-            self._is_done = bool(sizes)  # they vary. [Note: what is a batch]
+        ratio = _reduce_ratio(status.batch_sizes)
+        is_first, was_even = not self._recent, self._is_even
+        is_next = ratio in self._recent or (not is_first and was_even)
+        before, self._sizes = self._sizes, status.batch_sizes
+        self._recent = (*self._recent[-1:], ratio)
+        self._is_even = was_even and len(set(ratio)) == 1 and ratio[0] > 0 and _is_multiple(before, self._sizes)
+        if status.uneven_batch_sizes:
+            self._uneven.add(ratio)
+            if is_next:
+                self._warn(_describe_sizes(status))
+            self._is_done = self._is_done or len(self._uneven) > 1  # they vary. [Note: what is a batch]
 
     def _warn(self, text: str) -> None:
         self._is_done = True
@@ -109,6 +116,16 @@ class SameDataWarning:
             "another seed for random data. This warning is given once. (LS315)",
             stacklevel=stacklevel_of_user(),
         )
+
+
+def _reduce_ratio(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    divisor = gcd(*sizes)
+    return tuple(size // divisor for size in sizes) if divisor else sizes
+
+
+def _is_multiple(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
+    """Return whether even sizes differ by a number of forwards, as far as can be seen."""
+    return not before or max(before[0], now[0]) % min(before[0], now[0]) == 0
 
 
 def _are_as_large_each(status: GroupStatus) -> bool:

@@ -84,6 +84,43 @@ def test_a_rank_that_accumulates_more_now_and_then_is_warned_of(recwarn: pytest.
     assert "rank 0 trained on 8 samples in 2 backwards and rank 1 on 4 in 1 backward" in str(said.message)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(3, 2), (6, 4)],
+        [(6, 4), (3, 2), (6, 4), (3, 2)],
+        [(8, 8), (4, 4), (8, 8), (6, 4)],
+        [(7, 6), (4, 4), (7, 6)],  # real samples of which there are fewer on a rank, and as many made ones
+        [(5, 5), (9, 9), (6, 4), (3, 2)],
+    ],
+)
+def test_steps_that_alternate_between_numbers_of_forwards_have_one_ratio(
+    sizes: list[tuple[int, int]], recwarn: pytest.WarningsRecorder
+) -> None:
+    warning = UnevenBatchWarning()
+    for each in sizes:
+        warning.look_at(status(each, (1, 1)))
+    assert [str(said.message)[:16] for said in recwarn.list] == ["In one step rank"]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(31, 40), (28, 33), (31, 40), (31, 40)],
+        [(5, 5), (9, 9), (7, 8), (9, 6), (9, 6)],
+        [(3, 0), (6, 0), (3, 0)],
+        [(4, 4), (8, 8), (4, 4), (8, 8)],
+    ],
+)
+def test_sizes_that_vary_or_are_not_known_are_not_warned_of(
+    sizes: list[tuple[int, int]], recwarn: pytest.WarningsRecorder
+) -> None:
+    warning = UnevenBatchWarning()
+    for each in sizes:
+        warning.look_at(status(each, (1, 1)))
+    assert not recwarn.list
+
+
 def step_idly(
     idle: IdleOptimizers,
     model: nn.Module,

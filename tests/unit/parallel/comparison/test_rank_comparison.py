@@ -277,6 +277,20 @@ def test_every_rank_is_told_of_an_argument_that_differs(on_rank_1: dict[str, Any
     assert all(f"rank 1 has {value}, rank 0 has {default}." in text for text in texts)
 
 
+def alternates_between_one_forward_and_two(loop: Loop) -> None:
+    for loop.step in range(NUM_STEPS):
+        loop.optimizer.zero_grad()
+        losses = [loop.model(rows(loop.rank, loop.step)[loop.rank :]).mean() for _ in range(1 + loop.step % 2)]
+        sum(losses, torch.zeros(())).backward()
+        loop.optimizer.step()
+
+
+def test_uneven_batches_are_told_of_where_steps_have_one_forward_or_two() -> None:
+    texts = run(alternates_between_one_forward_and_two)
+    assert all("rank 0 trained on 8 samples and rank 1 on 6" in text for text in texts)
+    assert len(texts) == 2
+
+
 # -- Methods that move the weights and put them back -------------------------------------------------------------------
 
 
