@@ -176,6 +176,12 @@ def test_only_settings_touches_the_environment() -> None:
             assert not attributes & {"environ", "getenv", "putenv"}, f"{module} touches the environment"
 
 
+def test_warnings_point_at_the_users_line() -> None:
+    # A number of frames points into Lockstep, or into a library that calls it, once a function is put between.
+    fixed = re.compile(r"stacklevel=\d")
+    assert not [name for name, path in MODULES.items() if fixed.search(path.read_text())]
+
+
 def test_no_module_is_named_for_nothing() -> None:
     assert not {part for module in MODULES for part in module.split(".")} & EMPTY_NAMES
 

@@ -32,6 +32,7 @@ from lockstep.checkpoint.manifest import Checkpoint
 from lockstep.checkpoint.throttle import Pause, Throttle, no_pause
 from lockstep.devices.transfer import is_asynchronous
 from lockstep.errors import CheckpointError
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.recording import EventKind, own_recorder
 
 OnError = Literal["stop", "warn"]
@@ -136,7 +137,9 @@ class Saver:
         for error in errors:
             if self._on_error == "stop" or not isinstance(error, CheckpointError):
                 raise error
-            warnings.warn(f"{error} The training continues without this checkpoint. (LS703)", stacklevel=3)
+            warnings.warn(
+                f"{error} The training continues without this checkpoint. (LS703)", stacklevel=stacklevel_of_user()
+            )
 
     def close(self) -> None:
         """Wait for the last save and free the memory of the copy."""
@@ -155,7 +158,7 @@ class Saver:
         try:
             self.close()
         except CheckpointError as failed:  # it must not replace the exception that ends the block
-            warnings.warn(str(failed), stacklevel=2)
+            warnings.warn(str(failed), stacklevel=stacklevel_of_user())
 
     def _join(self, thread: threading.Thread) -> None:
         thread.join(self._warn_after_seconds)
@@ -163,7 +166,7 @@ class Saver:
             warnings.warn(
                 f"The previous checkpoint is still being written after a wait of {self._warn_after_seconds:.0f} s. The "
                 "training waits for it, because two saves never overlap. Save less often, or to a faster disk. (LS707)",
-                stacklevel=4,
+                stacklevel=stacklevel_of_user(),
             )
             thread.join()
 

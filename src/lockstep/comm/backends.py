@@ -24,6 +24,7 @@ from lockstep.comm.shm.rendezvous import NotShared
 from lockstep.comm.shm.torch_beside import NO_ACCELERATORS, AcceleratorBackends
 from lockstep.comm.stored_values import Deadline
 from lockstep.errors import PeerLostError
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.torch_private.groups import (
     GroupRequest,
     intercept_group_making,
@@ -119,7 +120,7 @@ def _make_shm(options: Any, accelerators: Any = None) -> ShmProcessGroup | Check
             warnings.warn(
                 f"The shm backend uses Gloo for this group, because {found.reason}. "
                 "Calls are compared all the same. (LS116)",
-                stacklevel=2,
+                stacklevel=stacklevel_of_user(),
             )
         known = GroupSetUp(hosts=hosts, deadline=set_up.deadline)
         names = {"cpu": "gloo", **others.names}

@@ -28,6 +28,7 @@ import torch
 from lockstep.data.contents import slice_number
 from lockstep.data.keyed import RandomState
 from lockstep.data.stream import OpenPart, Stream
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.shards import derive_seed
 
 _NUM_COMPARED = 64
@@ -309,7 +310,7 @@ def open_queue(
             "The state of the stream in the checkpoint leads to other records than before, as that of a shuffle "
             f"buffer without its contents does. The stream is read from its beginning instead, over {total:,} records. "
             "Leave the shuffling to the loader. (LS411)",
-            stacklevel=5,
+            stacklevel=stacklevel_of_user(),
         )
     elif total >= _NUM_TOLD:
         warnings.warn(
@@ -317,7 +318,7 @@ def open_queue(
             "necessary where the stream is a list of parts, ls.Stream(files, read=...), or has state_dict and "
             "load_state_dict, and the loader is saved with the trainer: "
             "trainer.save(path, extra={'loader': loader}). (LS411)",
-            stacklevel=5,
+            stacklevel=stacklevel_of_user(),
         )
     blocks = _read(stream, order, beginning, is_endless=is_endless)
     return RecordQueue(_skip(blocks, total, noted), total)

@@ -33,6 +33,7 @@ from lockstep.engine.optimizers import combine_optimizers, combine_schedulers
 from lockstep.engine.reached_networks import describe_networks, find_networks
 from lockstep.engine.restoring import class_name
 from lockstep.errors import counted
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce import BucketLimits, TrainedModel
 from lockstep.reduce.model import Description, describe_differences, describe_options
 from lockstep.shards import shard_range
@@ -293,7 +294,7 @@ def check_batchnorm(model: nn.Module, world: World, num_shards: int) -> None:
         warnings.warn(
             f"{cause}. This run has as many shards as workers, {num_shards}; on any other number of workers it will "
             "be refused. BatchNorm, whose statistics are those of a shard, has the same weights on any number. (LS510)",
-            stacklevel=6,
+            stacklevel=stacklevel_of_user(),
         )
 
 
@@ -334,7 +335,7 @@ def check_fingerprints(mine: Fingerprint, world: World) -> None:
                 f"Ranks 0 and {rank} differ in what the last bits of the weights depend on: {'; '.join(differences)}. "
                 "The digest will depend on which worker runs which shard. Start all workers alike; for threads see "
                 "threads_per_worker and torch.set_num_threads. (LS514)",
-                stacklevel=3,
+                stacklevel=stacklevel_of_user(),
             )
 
 
@@ -345,7 +346,7 @@ def warn_of_other_conditions(saved: Mapping[str, Any] | None, now: Fingerprint) 
         warnings.warn(
             f"The run is resumed with other settings than it was saved with: {'; '.join(differences)}. Its digest will "
             "not be that of a run without an interruption. (LS711)",
-            stacklevel=3,
+            stacklevel=stacklevel_of_user(),
         )
 
 
@@ -400,7 +401,7 @@ class SettingsChangeCheck:
             warnings.warn(
                 f"Since the trainer was made, a setting has changed: {' and '.join(changes)}. From this step on the "
                 "weights have other last bits. Set it before the trainer is made. (LS513)",
-                stacklevel=5,
+                stacklevel=stacklevel_of_user(),
             )
 
     def _look(self) -> dict[str, object]:

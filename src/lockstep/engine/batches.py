@@ -9,6 +9,7 @@ from torch import nn
 from lockstep.comm import World, calls_for
 from lockstep.data import Cursor, ShardedBatch
 from lockstep.errors import PeerFailedError, counted
+from lockstep.processes.user_line import stacklevel_of_user
 
 Result = TypeVar("Result")
 
@@ -101,7 +102,7 @@ class BatchSequenceCheck:
                 f"The batch is that of {name_step(batch.cursor)}, which this trainer has taken already: the same "
                 "samples come in the same order, with the same random numbers. Give loader.epoch the number of the "
                 "epoch: for epoch in range(num_epochs): for batch in loader.epoch(epoch). (LS512)",
-                stacklevel=5,
+                stacklevel=stacklevel_of_user(),
             )
 
 

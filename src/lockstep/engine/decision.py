@@ -31,6 +31,7 @@ from lockstep.engine.step_result import StepOutcome
 from lockstep.engine.step_table import StepSums
 from lockstep.engine.update import Update
 from lockstep.errors import LossError
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.torch_private.modules import foreach_div_
 
 
@@ -85,7 +86,7 @@ class StepJudge:
         if problem and not self._skips_nonfinite:
             raise LossError(f"{problem} No parameter was changed. (LS516)")
         if problem:
-            warnings.warn(f"{problem} The step is skipped on every worker. (LS516)", stacklevel=5)
+            warnings.warn(f"{problem} The step is skipped on every worker. (LS516)", stacklevel=stacklevel_of_user())
         outcome = StepOutcome(
             loss=sums.mean_loss,
             weight=sums.weight,
@@ -201,7 +202,7 @@ class _LaunchedStep:
 
     def _follow(self, problem: str) -> None:
         if self._skips_nonfinite and self.error is None:
-            warnings.warn(f"{problem} The step was skipped on every worker. (LS516)", stacklevel=6)
+            warnings.warn(f"{problem} The step was skipped on every worker. (LS516)", stacklevel=stacklevel_of_user())
             return
         self._restore_progress()
         self.error = self.error or LossError(

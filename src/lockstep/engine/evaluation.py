@@ -25,6 +25,7 @@ from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import seed_slice
 from lockstep.engine.user_function import UserFunction
 from lockstep.processes.reproducibility import reseed_generators
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.recording import EventKind, own_recorder
 from lockstep.shards import derive_seed
 from lockstep.torch_private.modules import tree_map_only
@@ -175,7 +176,7 @@ def sum_by_shard(loader: ShardedLoader, values_of: Slices, world: World) -> dict
         warnings.warn(
             f"The metric {name} has counted nothing: its weight was 0 for every sample of the data set, so its value "
             "is NaN. Return how many samples (tokens, pixels) each sum is of. (LS528)",
-            stacklevel=2,
+            stacklevel=stacklevel_of_user(),
         )
     return means
 

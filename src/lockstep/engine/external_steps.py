@@ -11,6 +11,7 @@ from typing import Any, final
 
 from torch.optim import Optimizer
 
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.torch_private.modules import optimizer_step_pre_hooks
 
 
@@ -85,7 +86,7 @@ class SchedulerStepCheck:
                 "The scheduler was stepped outside of Trainer.step, which steps it once per step: the learning rate "
                 "changes faster than it says. Leave scheduler.step() out of the loop; or, for one that counts epochs, "
                 "leave scheduler= out of the trainer. (LS517)",
-                stacklevel=5,
+                stacklevel=stacklevel_of_user(),
             )
         self.note()
 

@@ -9,6 +9,7 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce.tensor_bits import sum_of_bits
 
 _SAVED = frozenset({"state", "param_groups", "defaults"})
@@ -151,7 +152,7 @@ class UnsavedAttributes:
                 "state_dict does not save that: a run that resumes begins with other values there, and may end in "
                 "others. Keep it in self.state[parameter] or in the parameter groups, or define state_dict and "
                 "load_state_dict. (LS519)",
-                stacklevel=4,
+                stacklevel=stacklevel_of_user(),
             )
 
     def _look(self) -> dict[str, object]:

@@ -21,6 +21,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce.tensor_bits import sum_of_bits
 
 _NUM_OBJECTS = 256
@@ -86,7 +87,7 @@ class ReachedNetworks:
                 f"{f'and {len(odd) - 1} more of its parameters gradients' if len(odd) > 1 else 'a gradient'}, by which "
                 "nothing is trained. If it is to be trained, make it a part of the model, and its parameters of an "
                 "optimizer; if not, call requires_grad_(False) on it, or use it under torch.no_grad(). (LS521)",
-                stacklevel=6,
+                stacklevel=stacklevel_of_user(),
             )
 
 

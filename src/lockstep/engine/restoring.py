@@ -15,6 +15,7 @@ from lockstep.data import Cursor
 from lockstep.engine.optimizers import OptimizerSet, SchedulerSet
 from lockstep.engine.schedules import Schedule
 from lockstep.errors import CheckpointError, LockstepError
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce.model import Description
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private.modules import non_persistent_buffer_names
@@ -143,7 +144,7 @@ def warn_of_late_scheduler(scheduler: Any, cursor: Cursor) -> None:
         warnings.warn(
             f"The run is saved at the end of epoch {cursor.epoch - 1}, for which the scheduler was not stepped yet: a "
             "run that resumes from here would leave that out. Step it first, then save. (LS711)",
-            stacklevel=3,
+            stacklevel=stacklevel_of_user(),
         )
 
 
@@ -178,7 +179,7 @@ def warn_of_other_schedule(made: Description, loaded: Description) -> None:
         warnings.warn(
             f"The scheduler continues with the options of the checkpoint: {listed}. The learning rates are those of "
             "the run as it was begun. For others begin a new run. (LS711)",
-            stacklevel=3,
+            stacklevel=stacklevel_of_user(),
         )
 
 
@@ -191,5 +192,5 @@ def warn_of_other_options(made: Description, loaded: Description) -> None:
         warnings.warn(
             f"The optimizer continues with the options of the checkpoint: {listed}. To change one, set it in "
             "optimizer.param_groups after loading. (LS711)",
-            stacklevel=3,
+            stacklevel=stacklevel_of_user(),
         )

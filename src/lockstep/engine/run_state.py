@@ -42,6 +42,7 @@ from lockstep.engine.restoring import (
 from lockstep.engine.state_file import Scheduler
 from lockstep.engine.step_result import StepOutcome
 from lockstep.errors import LossError, UnusableStateError, clause
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.torch_private.compiler import has_compiled_part
 
 
@@ -235,7 +236,7 @@ class RunState:
                 f"The steps have changed {', '.join(unsaved)}, which is not part of the model's state: a run that "
                 "resumes from it begins with other values there, and may end in others. Register it with "
                 "persistent=True, unless it only keeps what is computed anyway. (LS519)",
-                stacklevel=3,
+                stacklevel=stacklevel_of_user(),
             )
         for each in self._unsaved_attributes:
             each.warn_of_changed()

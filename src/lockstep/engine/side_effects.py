@@ -17,6 +17,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.torch_private.modules import version_of
 
 _PLAIN = (bool, int, float, str)
@@ -101,7 +102,7 @@ def warn_of_state(changes: StateChanges) -> None:
             f"The forward of a shard has changed {names[0]}{more}, and each worker runs other shards. "
             f"{matters}Keep such state in a buffer (register_buffer), of which every shard of a step sees the same; a "
             "loss function that counts steps gets them as place: loss(model, batch, place). (LS518)",
-            stacklevel=6,
+            stacklevel=stacklevel_of_user(),
         )
 
 

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lockstep.comm import World, current_world
 from lockstep.errors import GroupError
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce import BucketLimits
 from lockstep.torch_private.groups import root_mesh
 from lockstep.torch_private.modules import (
@@ -123,7 +124,9 @@ def find_limits(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float]
 def find_buffer_syncs(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
     """Return whether buffers are broadcast at construction and before forwards; warns where torch does."""
     if broadcast_buffers is not None:
-        warnings.warn(_deprecation(is_ignored=forward_sync_buffers is not None), FutureWarning, stacklevel=3)
+        warnings.warn(
+            _deprecation(is_ignored=forward_sync_buffers is not None), FutureWarning, stacklevel=stacklevel_of_user()
+        )
     if forward_sync_buffers is not None:
         return True, forward_sync_buffers
     both = broadcast_buffers is not False
@@ -165,17 +168,19 @@ def warn_of_ignored(
             "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. "
             "Please avoid using it. (LS325)",
             FutureWarning,
-            stacklevel=3,
+            stacklevel=stacklevel_of_user(),
         )
     if mixed_precision is not None:
         _LOGGER.warning("Received mixed precision config %s", mixed_precision)
     if is_static_again:
-        warnings.warn("You've set static_graph to be True, no need to set it again. (LS325)", stacklevel=3)
+        warnings.warn(
+            "You've set static_graph to be True, no need to set it again. (LS325)", stacklevel=stacklevel_of_user()
+        )
     elif finds_unused:
         warnings.warn(
             "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will detect unused "
             "parameters automatically, so you do not need to set find_unused_parameters=true. (LS325)",
-            stacklevel=3,
+            stacklevel=stacklevel_of_user(),
         )
 
 

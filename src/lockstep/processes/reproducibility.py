@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.settings import CUBLAS_WORKSPACE, read_settings, set_determinism_variables
 from lockstep.torch_private.compiler_import import set_inductor_deterministic
 
@@ -108,7 +109,7 @@ def warn_of_late_workspace(multiply: Callable[[], object]) -> None:
             f"deterministic. Set CUBLAS_WORKSPACE_CONFIG={CUBLAS_WORKSPACE} where the process is started (ls.launch, "
             "lockstep run and lockstep train do), make the trainer before the first product, or pass "
             "deterministic=False. (LS531)",
-            stacklevel=2,
+            stacklevel=stacklevel_of_user(),
         )
 
 

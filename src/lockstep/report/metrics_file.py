@@ -26,6 +26,7 @@ from lockstep.events import (
     StepFinished,
     WorkersChanged,
 )
+from lockstep.processes.user_line import stacklevel_of_user
 
 RowKey = tuple[str, int]
 """What there is one row for: the kind, and the step or the generation of workers."""
@@ -73,7 +74,7 @@ class MetricsFile:
             warnings.warn(
                 f"{self._path} cannot be written: {error}. The training continues. Lines will be missing until the "
                 "file can be written again. (LS818)",
-                stacklevel=3,
+                stacklevel=stacklevel_of_user(),
             )
         self._is_failing = True
 

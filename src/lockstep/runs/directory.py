@@ -42,6 +42,7 @@ from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.launch.control import CONTROL_NAME
 from lockstep.processes.forking import call_in_children
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.recording.file_format import RECORDING_NAME
 from lockstep.runs.changes import find_changes
 from lockstep.runs.config import Config, read_config
@@ -341,7 +342,7 @@ def _lock(descriptor: int, run_dir: Path, *, must: bool) -> bool:
         warnings.warn(
             f"The file system of {run_dir} has no locks ({error}). "
             "Do not start a second training in this directory. (LS811)",
-            stacklevel=4,
+            stacklevel=stacklevel_of_user(),
         )
     return True
 

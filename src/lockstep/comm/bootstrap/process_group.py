@@ -44,6 +44,7 @@ from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.errors import GroupError
 from lockstep.processes.ending import exit_quickly
 from lockstep.processes.host import keep_temporary_files_in
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.recording import EventKind, own_recorder
 from lockstep.settings import WorldVariables, read_settings
 from lockstep.torch_private.groups import default_timeout
@@ -422,7 +423,7 @@ def backend_on_hosts(backend: str, hosts: GroupHosts, rank: int, *, is_chosen: b
         warnings.warn(
             "The group uses Gloo instead of shm, because "
             f"{hosts.why_not_shared(range(len(hosts.identities)))}. (LS116)",
-            stacklevel=3,
+            stacklevel=stacklevel_of_user(),
         )
     return backend.lower().replace(":shm", ":gloo")
 
@@ -433,7 +434,7 @@ def warn_of_nccl(backend: str, hosts: GroupHosts, rank: int) -> None:
             torch.cuda.nccl.version()[:3], world_size=len(hosts.identities), is_one_host=hosts.is_one_host
         )
         if text:
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(text, stacklevel=stacklevel_of_user())
 
 
 def own_device(backend: str, variables: WorldVariables) -> torch.device | None:

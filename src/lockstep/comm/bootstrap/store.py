@@ -27,6 +27,7 @@ from lockstep.comm.bootstrap.handshake import WARNING_SECONDS
 from lockstep.errors import GroupError
 from lockstep.processes.ending import start_thread_left_alone
 from lockstep.processes.host import NO_LOOPBACK, has_loopback
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.settings import WorldVariables
 from lockstep.torch_private.groups import greeting
 
@@ -352,7 +353,7 @@ class _WaitWarning:
         warnings.warn(
             f"No rendezvous at {self._location.address} for {WARNING_SECONDS:.0f} s: {why}. This worker will try "
             f"for {self._end - time.monotonic():.0f} s more. (LS110)",
-            stacklevel=2,
+            stacklevel=stacklevel_of_user(),
         )
 
 

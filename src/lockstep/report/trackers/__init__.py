@@ -19,6 +19,7 @@ from typing import Any, Self, final
 from lockstep.checkpoint.atomic_write import atomic_write_text
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.events import Event, RunStarted
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.report.metrics_file import key_of, key_of_row, read_metrics, row_of
 from lockstep.report.trackers.known import Ending, TrackedRun, Tracker, check_trackers, make_trackers
 from lockstep.runs.directory import TRACKED_NAME
@@ -137,5 +138,5 @@ def _warn(name: str, error: BaseException) -> None:
     warnings.warn(
         f"The tracker {name} is left out from here on: {type(error).__name__}: {error}. The training continues, and "
         "metrics.jsonl has everything; the next resume brings the tracker up to date. (LS817)",
-        stacklevel=3,
+        stacklevel=stacklevel_of_user(),
     )
