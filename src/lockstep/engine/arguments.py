@@ -37,6 +37,7 @@ from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce import BucketLimits, TrainedModel
 from lockstep.reduce.model import Description, describe_differences, describe_options
 from lockstep.shards import shard_range
+from lockstep.torch_private.modules import TorchsSyncBatchNorm
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
@@ -279,7 +280,7 @@ def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
 
 def check_batchnorm(model: nn.Module, world: World, num_shards: int) -> None:
     """Refuse layers whose result depends on the number of workers."""
-    found = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    found = [name for name, module in model.named_modules() if isinstance(module, TorchsSyncBatchNorm)]
     if not found:
         return
     named = f"{found[0]} and {len(found) - 1} more layers are" if len(found) > 1 else f"{found[0] or 'The model'} is"

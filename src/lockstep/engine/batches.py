@@ -10,6 +10,7 @@ from lockstep.comm import World, calls_for
 from lockstep.data import Cursor, ShardedBatch
 from lockstep.errors import PeerFailedError, counted
 from lockstep.processes.user_line import stacklevel_of_user
+from lockstep.torch_private.modules import TorchsSyncBatchNorm
 
 Result = TypeVar("Result")
 
@@ -41,7 +42,7 @@ def check_sync_batchnorm(batch: ShardedBatch, model: nn.Module) -> None:
     """Refuse a batch in which a shard has no samples, and so no part in a SyncBatchNorm."""
     if batch.num_samples >= batch.num_shards:
         return
-    name = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
+    name = next((name for name, module in model.named_modules() if isinstance(module, TorchsSyncBatchNorm)), None)
     if name is not None:
         raise ValueError(
             f"The batch of {name_step(batch.cursor)} has {batch.num_samples} samples for {batch.num_shards} shards, "

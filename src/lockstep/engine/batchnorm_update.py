@@ -19,10 +19,11 @@ from lockstep.engine.evaluation import SliceCalls, check_same_data, evaluation_m
 from lockstep.engine.run_state import RunState
 from lockstep.processes.reproducibility import reseed_generators
 from lockstep.shards import derive_seed
+from lockstep.torch_private.modules import TorchsSyncBatchNorm
 
 Forward = Callable[[nn.Module, Any], object]
 Sums = dict[str, Tensor]
-_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, TorchsSyncBatchNorm)
 _PURPOSE = "Trainer.update_batchnorm"
 
 

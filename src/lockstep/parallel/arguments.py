@@ -23,6 +23,7 @@ from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce import BucketLimits
 from lockstep.torch_private.groups import root_mesh
 from lockstep.torch_private.modules import (
+    TorchsSyncBatchNorm,
     localize_tensor_parallel,
     set_precision_attributes,
     tree_leaves,
@@ -148,7 +149,7 @@ def localize_submesh(module: nn.Module, device_mesh: Any) -> None:
 
 
 def refuse_sync_batch_norm_on_cpu(module: nn.Module, device: torch.device) -> None:
-    torchs = (each for each in module.modules() if isinstance(each, nn.SyncBatchNorm))
+    torchs = (each for each in module.modules() if isinstance(each, TorchsSyncBatchNorm))
     if device.type == "cpu" and not all(isinstance(each, SyncBatchNorm) for each in torchs):
         raise ValueError(
             "SyncBatchNorm layers only work with GPU modules, as torch has them. Use lockstep.SyncBatchNorm."

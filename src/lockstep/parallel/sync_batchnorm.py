@@ -32,7 +32,13 @@ from lockstep.comm import World
 from lockstep.comm.messages import joined_world
 from lockstep.errors import ReductionError
 from lockstep.torch_private.compiler import forget_compiled_call, is_compiled_module, original_of_compiled
-from lockstep.torch_private.modules import AnyBatchNorm, has_kernel, module_registry, separate_registries
+from lockstep.torch_private.modules import (
+    AnyBatchNorm,
+    TorchsSyncBatchNorm,
+    has_kernel,
+    module_registry,
+    separate_registries,
+)
 
 _KERNELS = tuple(f"aten::batch_norm_{name}" for name in ("stats", "elemt", "backward_reduce", "backward_elemt"))
 """Those of torch's SyncBatchNorm, where the device has them: CUDA, ROCm, XPU, and plug-ins for other accelerators.
@@ -55,7 +61,7 @@ class BatchStatistics:
 
 
 @final
-class SyncBatchNorm(nn.SyncBatchNorm):
+class SyncBatchNorm(TorchsSyncBatchNorm):
     """Normalise by the statistics of all ranks' batches together, while training.
 
         model = ls.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
@@ -305,9 +311,7 @@ def _check_convertible(name: str, layer: nn.Module) -> None:
             f"{called} with parametrizations, which would be lost in a SyncBatchNorm. Convert it first, and register "
             "them on the new layer. (LS331)"
         )
-    # The base, and not `nn.SyncBatchNorm`, which is this class under `lockstep.drop_in`.
-    torchs: Any = SyncBatchNorm.__base__
-    known = {AnyBatchNorm.forward, torchs.forward, SyncBatchNorm.forward}
+    known = {AnyBatchNorm.forward, TorchsSyncBatchNorm.forward, SyncBatchNorm.forward}
     if "forward" in vars(layer) or type(layer).forward not in known:
         raise ValueError(
             f"{called}, whose forward is its own and would be lost in a SyncBatchNorm. Replace it by a BatchNorm, "

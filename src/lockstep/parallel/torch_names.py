@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join
-from torch.nn import SyncBatchNorm
 from torch.nn import parallel as torch_parallel
 
 from lockstep.comm import World
@@ -22,6 +21,7 @@ from lockstep.parallel.averaging import AveragingOptions, RegisteredHook
 from lockstep.reduce import Reducer
 from lockstep.settings import read_settings
 from lockstep.torch_private.groups import gloo_num_threads
+from lockstep.torch_private.modules import TorchsSyncBatchNorm
 
 _NUM_ALWAYS_SAMPLED = 10
 _TORCH_TYPE_NAMES = {
@@ -280,7 +280,7 @@ def describe_wrapper(
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
         "dtypes": _joined(sorted({_TORCH_TYPE_NAMES.get(each.dtype, str(each.dtype)) for each in parameters})),
         "bucket_sizes": sizes,
-        "has_sync_bn": int(any(isinstance(each, SyncBatchNorm) for each in module.modules())),
+        "has_sync_bn": int(any(isinstance(each, TorchsSyncBatchNorm) for each in module.modules())),
         **read_settings().launch_facts(),
         **{name: int(value) if isinstance(value, bool) else value for name, value in options.items()},
     }

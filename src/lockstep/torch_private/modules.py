@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.amp import GradScaler
 from torch.nn import parallel
+from torch.nn.modules.batchnorm import SyncBatchNorm as TorchsSyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.parallel.data_parallel import _check_balance
 from torch.nn.parallel.distributed import _find_tensors
@@ -19,7 +20,9 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["AnyBatchNorm", "TorchDispatchMode", "tree_leaves", "tree_map_only"]
+# `TorchsSyncBatchNorm` is bound here, before `lockstep.drop_in` puts ours in the place of torch's name: layers that
+# were made before that are of torch's class.
+__all__ = ["AnyBatchNorm", "TorchDispatchMode", "TorchsSyncBatchNorm", "tree_leaves", "tree_map_only"]
 # tree_leaves and tree_map_only are the walk that torch itself uses over nested values: lists, tuples, named tuples,
 # dictionaries, and classes that libraries have registered (`ModelOutput` of transformers).
 # TorchDispatchMode sees every operation within, after autograd.

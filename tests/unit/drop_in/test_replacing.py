@@ -20,7 +20,9 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.comm import World
+from lockstep.engine.arguments import check_batchnorm
 from lockstep.launch.environment import STARTUP_FOLDER
+from lockstep.parallel.replicas.copies import check_no_sync_batchnorm
 
 PLACES = {
     ls.DistributedDataParallel: (
@@ -62,6 +64,26 @@ def drop_in() -> Iterator[ModuleType]:
         module.apply()
         yield module
         module.undo()
+
+
+def test_layers_that_were_made_before_are_refused_where_torchs_are() -> None:
+    theirs = nn.Sequential(nn.Linear(2, 3), nn.SyncBatchNorm(3))
+
+    def use(world: World) -> None:
+        with pytest.raises(ValueError, match="LS331"):
+            ls.DistributedDataParallel(theirs)
+        with pytest.raises(ValueError, match="LS355"):
+            check_no_sync_batchnorm(theirs)
+        with pytest.raises(ValueError, match="LS510"):
+            check_batchnorm(theirs, world, num_shards=3)
+
+    with warnings.catch_warnings(action="ignore"):
+        drop_in = importlib.import_module("lockstep.drop_in")
+        drop_in.apply()
+        try:
+            run_ranks(2, use, has_default_group=True)
+        finally:
+            drop_in.undo()
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ from lockstep.torch_private.compiler import (
     original_of_compiled,
 )
 from lockstep.torch_private.modules import (
+    TorchsSyncBatchNorm,
     buffer_registry,
     foreach_copy_,
     former_parameters_of,
@@ -318,7 +319,7 @@ def check_no_sync_batchnorm(module: nn.Module) -> None:
     if not (dist.is_available() and dist.is_initialized()):
         return
     for layer in _submodules(module):
-        if not (isinstance(layer, nn.SyncBatchNorm) and layer.training):
+        if not (isinstance(layer, TorchsSyncBatchNorm) and layer.training):
             continue
         world = joined_world(layer.process_group)
         if world.world_size > 1:
