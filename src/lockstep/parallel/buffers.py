@@ -7,6 +7,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import chain
+from operator import is_
 from typing import Any, Final, final
 
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from torch.distributed import ProcessGroup
 from lockstep.comm import World, broadcast_tensors, calls_for, start_broadcast
 from lockstep.processes.user_line import CodeLine, stacklevel_of_user, user_line
 from lockstep.reduce import Reducer, TrainedModel
+from lockstep.torch_private.modules import buffer_registry, module_registry
 
 BUFFERS_BEFORE_FORWARD = (
     "the buffers of a wrapped model before a forward in training (call train() on every rank; for a forward on one "
@@ -47,6 +50,38 @@ class BufferBroadcast:
         assert self._world.group is not None
         with calls_for(BUFFERS_AFTER_BACKWARD):
             return start_broadcast(buffers, self._world.group, self.source)
+
+
+@final
+class ModuleBuffers:
+    """The buffers of a module. Its layers are found anew where one has come or gone: a walk in each step takes long."""
+
+    def __init__(self, model: TrainedModel) -> None:
+        self._model = model
+        self._find_layers()
+
+    def named(self) -> dict[str, Tensor]:
+        """Return them by name, each once: a forward may have put another tensor in a buffer's place."""
+        held = chain.from_iterable(map(dict.values, self._children))
+        if self._lengths != list(map(len, self._children)) or not all(map(is_, self._held, held)):
+            self._find_layers()
+        found: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for prefix, registry in self._registries:
+            for key, buffer in registry.items() if registry else ():
+                if buffer is None or id(buffer) in seen or prefix + key in self._model.ignored:
+                    continue
+                seen.add(id(buffer))
+                found[prefix + key] = buffer
+        return found
+
+    def _find_layers(self) -> None:
+        root = self._model.module
+        named = [] if root is None else list(root.named_modules())
+        self._children: list[dict[str, Any]] = [module_registry(layer) for _, layer in named]
+        self._lengths = list(map(len, self._children))
+        self._held = list(chain.from_iterable(map(dict.values, self._children)))
+        self._registries = [(f"{name}." if name else "", buffer_registry(layer)) for name, layer in named]
 
 
 def broadcast_model(model: TrainedModel, group: ProcessGroup, source: int, *, with_buffers: bool) -> None:

@@ -49,6 +49,7 @@ from lockstep.parallel.averaging import (
 from lockstep.parallel.buffers import (
     BufferBroadcast,
     LoadedKeys,
+    ModuleBuffers,
     broadcast_model,
     buffers_go_before_forward,
     send_no_buffers,
@@ -214,7 +215,6 @@ class DistributedDataParallel(TorchNames):
             on_skip=on_skip,
         )
         self._limits = limits
-        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
 
         model = TrainedModel(module, self.parameters_to_ignore)
         if init_sync:
@@ -225,7 +225,7 @@ class DistributedDataParallel(TorchNames):
                 arguments=describe_shared_arguments(self, sends_at_start=sync_at_start, given=self._options),
             )
             if compare:
-                compare_at_start(model, self._workers, self._options.model_number)
+                compare_at_start(model, self._workers, self._options.model_number, sends_buffers=sync_at_start)
             broadcast_model(model, self.process_group, 0, with_buffers=sync_at_start)
         self._delayed: DelayedParameters | None = None
         if delayed and param_to_hook_all_reduce is not None:
@@ -324,8 +324,6 @@ class DistributedDataParallel(TorchNames):
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         """Overwrite the buffers with those of a rank, or call the user's hook for that (collective)."""
-        # Anew: a forward may put another tensor in a buffer's place.
-        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         hook = getattr(self, "buffer_hook", None)
         if hook is None:
             self._sync.buffers.source = authoritative_rank
@@ -342,7 +340,6 @@ class DistributedDataParallel(TorchNames):
         """
         if not self.will_sync_module_buffers() or getattr(self, "buffer_hook", None) is not None:
             return send_no_buffers
-        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         return self._sync.buffers.start(self.modules_buffers)
 
     # -- What synchronises, and how ------------------------------------------------------------------------------------
@@ -483,11 +480,11 @@ class ModuleSync:
     def __init__(self, model: TrainedModel, world: World, averaging: Averaging, *, syncs_buffers: bool) -> None:
         self.handles: list[RemovableHandle] = []
         self.buffers = BufferBroadcast(world, averaging.reducer)
-        self._model = model
         self._world = world
         self._reducer = averaging.reducer
         self._comparison = averaging.comparison
         self._syncs_buffers = syncs_buffers
+        self._within = ModuleBuffers(model)
         self._puts_time_first = model.module is not None and puts_time_first(model.module)
         self._loaded = LoadedKeys()
         if model.module is not None:
@@ -504,11 +501,17 @@ class ModuleSync:
         self._reducer.finish_interrupted()
         self.begin_forward(module)
         if module.training and torch.is_grad_enabled():
-            buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
+            buffers = self.list_buffers() if self._syncs_buffers else []
             if buffers and self._reducer.watch.synchronizes:
                 self.buffers.source = 0  # the wrapper may have left that of a `join`
                 self.buffers.broadcast(buffers)
             self._reducer.times.begin_forward()
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        return self._within.named()
+
+    def list_buffers(self) -> list[Tensor]:
+        return list(self.named_buffers().values())
 
     def begin_forward(self, module: nn.Module) -> None:
         self._loaded.warn()
@@ -517,7 +520,7 @@ class ModuleSync:
 
     def start_buffers(self) -> Callable[[], None]:
         """Begin to send the buffers beside the gradients; return what ends it (collective)."""
-        buffers = [buffer for _, buffer in self._model.buffers()] if self._syncs_buffers else []
+        buffers = self.list_buffers() if self._syncs_buffers else []
         self.buffers.source = 0
         return self.buffers.start(buffers)
 

@@ -9,15 +9,17 @@ import re
 import warnings
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.comm import World
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce import TrainedModel
+from lockstep.reduce.tensor_bits import sum_of_bits
 
 _OF_THE_RANK = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+|(?<=[xn]pu:)\d+")
 """What differs between ranks that are alike: an address, as functions have it when they are printed; a device."""
@@ -60,21 +62,55 @@ class ForwardState:
 
 def warn_of_unlike_layers(model: TrainedModel, world: World) -> None:
     """Warn, on every rank, if layers were made with other options on some rank (collective)."""
-    own = _describe_layers(model)
-    sent = zlib.crc32(repr(own).encode())
-    if len(set(world.gather_objects(sent))) == 1:
-        return
+    odd = _find_first_difference(_describe_layers(model), world)
+    if odd is not None:
+        warnings.warn(
+            f"Layer {odd.name} of the wrapped model is {odd.here} on rank {odd.rank} and {odd.there} on rank 0. If "
+            "that is not meant, build the model with the same options on every rank. This warning is given once. (LS320)",
+            stacklevel=stacklevel_of_user(),
+        )
+
+
+def warn_of_unlike_buffers(model: TrainedModel, world: World) -> None:
+    """Warn, on every rank, if buffers that nobody sends are not the same on all ranks (collective)."""
+    odd = _find_first_difference({name: _describe_buffer(buffer) for name, buffer in model.buffers()}, world)
+    if odd is not None:
+        warnings.warn(
+            f"Buffer {odd.name} of the wrapped model is {odd.here} on rank {odd.rank} and {odd.there} on rank 0, and "
+            "with broadcast_buffers=False each rank keeps its own. Make it by the same seed on every rank, or leave "
+            "broadcast_buffers out, which sends rank 0's. If each rank is to have its own, ignore this warning: "
+            f'warnings.filterwarnings("ignore", message="Buffer {odd.name} of"). It is given once. (LS304)',
+            stacklevel=stacklevel_of_user(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Difference:
+    name: str
+    rank: int
+    here: str
+    """What it is on that rank; `there` on rank 0."""
+    there: str
+
+
+def _find_first_difference(own: Mapping[str, str], world: World) -> _Difference | None:
+    """Return what is not the same on all ranks, by name (collective)."""
+    if len(set(world.gather_objects(zlib.crc32(repr(own).encode())))) == 1:
+        return None
     expected, *others = world.gather_objects(own)
     for rank, found in enumerate(others, start=1):
         for name in chain(expected, found):
             here, there = found.get(name, "not there"), expected.get(name, "not there")
             if here != there:
-                warnings.warn(
-                    f"Layer {name} of the wrapped model is {here} on rank {rank} and {there} on rank 0. If that is not "
-                    "meant, build the model with the same options on every rank. This warning is given once. (LS320)",
-                    stacklevel=stacklevel_of_user(),
-                )
-                return
+                return _Difference(name=name, rank=rank, here=here, there=there)
+    return None
+
+
+def _describe_buffer(buffer: Tensor) -> str:
+    shape = "x".join(map(str, buffer.shape)) or "scalar"
+    can_be_read = type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta and buffer.numel()
+    bits = f" with number {int(sum_of_bits([buffer])):x}" if can_be_read else ""
+    return f"a tensor ({shape}, {buffer.dtype}){bits}"
 
 
 def _describe_layers(model: TrainedModel) -> dict[str, str]:

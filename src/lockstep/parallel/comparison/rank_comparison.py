@@ -14,7 +14,7 @@ from lockstep.errors import ParameterMismatchError, ReductionError
 from lockstep.parallel.comparison.batches import SameDataWarning, UnevenBatchWarning
 from lockstep.parallel.comparison.ending import EndOfScript
 from lockstep.parallel.comparison.forwards import TrainingForwards
-from lockstep.parallel.comparison.layers import ForwardState, warn_of_unlike_layers
+from lockstep.parallel.comparison.layers import ForwardState, warn_of_unlike_buffers, warn_of_unlike_layers
 from lockstep.parallel.comparison.loaders import LoaderPositions
 from lockstep.parallel.comparison.optimizers import has_optimizer, listen_to_steps
 from lockstep.parallel.comparison.record import Kind, RankRecord, find_difference
@@ -266,10 +266,12 @@ class RankComparison:
         self._steps.know(self._model.parameters(), [] if module is None else list(module.parameters()))
 
 
-def compare_at_start(model: TrainedModel, world: World, model_number: int) -> None:
+def compare_at_start(model: TrainedModel, world: World, model_number: int, *, sends_buffers: bool) -> None:
     """Compare a model that is wrapped with those of the other ranks, before it gets rank 0's values (collective)."""
     WrapOrder(world, model_number).compare_values(model)
     warn_of_unlike_layers(model, world)
+    if not sends_buffers:
+        warn_of_unlike_buffers(model, world)
 
 
 def _describe_model(model: TrainedModel, number: int) -> str:
