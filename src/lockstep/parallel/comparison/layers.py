@@ -66,7 +66,8 @@ def warn_of_unlike_layers(model: TrainedModel, world: World) -> None:
     if odd is not None:
         warnings.warn(
             f"Layer {odd.name} of the wrapped model is {odd.here} on rank {odd.rank} and {odd.there} on rank 0. If "
-            "that is not meant, build the model with the same options on every rank. This warning is given once. (LS320)",
+            "that is not meant, build the model with the same options on every rank. This warning is given once. "
+            "(LS320)",
             stacklevel=stacklevel_of_user(),
         )
 

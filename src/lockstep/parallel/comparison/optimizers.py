@@ -5,6 +5,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any, Final, Protocol, final
@@ -34,55 +35,69 @@ class StepListener(Protocol):
 def listen_to_steps(listener: StepListener) -> Callable[[], None]:
     """Call `listener`, which is held weakly, around the steps of all optimizers; return what ends it.
 
-    The hooks of a listener that is gone do nothing, and the next call of this removes them. A finalizer must not: the
-    garbage collector may call it within a step, while torch goes through its hooks, and that step would fail.
+    All listeners of the process share one pair of torch's hooks, so that a step pays for them once. A listener that is
+    gone is left out, and its place is given up by the next call of this. A finalizer must not: the garbage collector
+    may call it within a step.
     """
-    for gone in [each for each in _REGISTERED if each.listener() is None]:
-        gone.remove()
-    registered = _Registered(
-        listener=weakref.ref(listener),
-        handles=(
-            register_optimizer_step_pre_hook(StepHook(weakref.WeakMethod(listener.before_step))),
-            register_optimizer_step_post_hook(StepHook(weakref.WeakMethod(listener.after_step))),
-        ),
-    )
-    _REGISTERED.append(registered)
-    return registered.remove
+    _LISTENERS[:] = [each for each in _LISTENERS if each() is not None]
+    if not _HANDLES:
+        _HANDLES.append(register_optimizer_step_pre_hook(StepHook(_call_before)))
+        _HANDLES.append(register_optimizer_step_post_hook(StepHook(_call_after)))
+    reference = weakref.ref(listener)
+    _LISTENERS.append(reference)
+    return partial(_stop_listening, reference)
+
+
+def _stop_listening(reference: "weakref.ref[StepListener]") -> None:
+    """Call it no more; a second time does nothing."""
+    if reference in _LISTENERS:
+        _LISTENERS.remove(reference)
+    while _HANDLES and not _LISTENERS:
+        _HANDLES.pop().remove()
 
 
 @final
 class StepHook:
-    """Calls a listener, as long as it is there."""
+    """A hook on the steps of all optimizers."""
 
     only_looks = True
     """For `has_step_on_device`: it writes nothing, also where its wrapper is not that of the optimizer."""
 
-    def __init__(self, method: "weakref.WeakMethod[Callable[[Optimizer], None]]") -> None:
-        self._method = method
+    def __init__(self, call: Callable[[Optimizer], None]) -> None:
+        self._call = call
 
     @disable_compiler
     def __call__(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        method = self._method()
-        if method is not None:
-            method(optimizer)
+        self._call(optimizer)
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Registered:
-    listener: "weakref.ref[StepListener]"
-    handles: tuple[RemovableHandle, ...]
-
-    def remove(self) -> None:
-        """Remove them; a second time does nothing."""
-        if self in _REGISTERED:
-            _REGISTERED.remove(self)
-        for handle in self.handles:
-            handle.remove()
+def _call_before(optimizer: Optimizer) -> None:
+    before, held = _HELD.get(optimizer, ()), _list_parameters(optimizer)
+    if len(before) != len(held) or not all(map(is_, before, held)):
+        _HELD[optimizer] = held
+    for reference in tuple(_LISTENERS):
+        listener = reference()
+        if listener is not None:
+            listener.before_step(optimizer)
 
 
-_REGISTERED: Final[list[_Registered]] = []
-"""Those that torch has, of all listeners of this process: torch's hooks are the process' too."""
+def _call_after(optimizer: Optimizer) -> None:
+    for reference in tuple(_LISTENERS):
+        listener = reference()
+        if listener is not None:
+            listener.after_step(optimizer)
+
+
+def _list_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+_LISTENERS: Final[list["weakref.ref[StepListener]"]] = []
+"""All of this process: torch's hooks are the process' too."""
+_HANDLES: Final[list[RemovableHandle]] = []
+"""Those of torch's hooks, while there are listeners."""
+_HELD: Final["weakref.WeakKeyDictionary[Optimizer, Sequence[nn.Parameter]]"] = weakref.WeakKeyDictionary()
+"""The parameters of each optimizer: another list where it has others, so that listeners look at them once."""
 
 
 def has_optimizer(parameters: Collection[int]) -> bool:
@@ -94,11 +109,19 @@ def has_optimizer(parameters: Collection[int]) -> bool:
     return any(id(parameter) in parameters for group in groups for parameter in group["params"])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class HeldParameters:
+    """Those of an optimizer, as a wrapper sees them; made anew when the optimizer or the model has others."""
+
+    all: Sequence[nn.Parameter]
     known: Sequence[nn.Parameter]
     """Those of the wrapped model."""
     others: Sequence[nn.Parameter]
+    """Those that are not the wrapped module's at all."""
+    num_steps: int = 0
+    """How many steps were looked at."""
+    num_idle_looks: int = 0
+    """How often was looked for parameters that never have gradients, in vain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +150,7 @@ class OptimizerSteps:
         self._running: list[int] = []
         self._stepped: list[weakref.ref[Optimizer]] = []
         self._options: weakref.WeakKeyDictionary[Optimizer, _NumberedOptions] = weakref.WeakKeyDictionary()
-        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, HeldParameters]] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[Optimizer, HeldParameters] = weakref.WeakKeyDictionary()
 
     @property
     def is_stepping(self) -> bool:
@@ -138,20 +161,26 @@ class OptimizerSteps:
         """Those that have stepped, in the order of their first steps."""
         return [each for each in (reference() for reference in self._stepped) if each is not None]
 
-    def parameters_of(self, optimizer: Optimizer, known: Collection[int]) -> "HeldParameters":
+    def parameters_of(
+        self, optimizer: Optimizer, known: Collection[int], ignored: Collection[int] = ()
+    ) -> HeldParameters:
         """Return the parameters of an optimizer: those whose ids are `known`, and the others (local)."""
-        size = sum(len(group["params"]) for group in optimizer.param_groups)
         before = self._held.get(optimizer)
-        if before is None or before[0] != size:
-            held = [each for group in optimizer.param_groups for each in group["params"]]
-            parts = HeldParameters(
+        held = _HELD.get(optimizer)
+        if before is None or held is None or before.all is not held:
+            held = _HELD.setdefault(optimizer, _list_parameters(optimizer)) if held is None else held
+            before = self._held[optimizer] = HeldParameters(
+                all=held,
                 known=[each for each in held if id(each) in known],
                 # Not those whose parts lie on several ranks, which a DTensor is.
-                others=[each for each in held if id(each) not in known and type(each.detach()) is Tensor],
+                others=[
+                    each
+                    for each in held
+                    if id(each) not in known and id(each) not in ignored and type(each.detach()) is Tensor
+                ],
             )
-            before = self._held[optimizer] = (size, parts)
-            self.owned.update(map(id, parts.known))
-        return before[1]
+            self.owned.update(map(id, before.known))
+        return before
 
     def forget_parameters(self) -> None:
         """Look anew which parameters the optimizers have (local)."""

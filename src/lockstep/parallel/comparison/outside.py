@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import ReductionError
+from lockstep.parallel.comparison.optimizers import HeldParameters
 from lockstep.parallel.comparison.values import SWITCH, ReplicaValues
 from lockstep.processes.user_line import stacklevel_of_user, user_line
 from lockstep.reduce.current_plan import has_place
@@ -31,8 +32,12 @@ from lockstep.torch_private.modules import parameter_registry
 
 _NUM_IDLE = 3
 """After so many reductions an optimizer whose parameters never have gradients is an error."""
+_NUM_FIRST = 4
 _NUM_BETWEEN = 64
-"""After so many steps is looked again which parameters have a wrapper: for all of them that takes as long as a step."""
+"""In an optimizer's first steps and then in every so many-th is looked which parameters have a wrapper: for all of them
+that takes as long as a step."""
+_NUM_IDLE_LOOKS = 16
+"""After so many looks in vain an optimizer is not looked at any more, until it or the model has other parameters."""
 _NUM_UNKNOWN = 3
 """After so many exchanges in which a rank had nothing to compare they are compared no more."""
 _NUM_READ_ON_DEVICE = 4
@@ -60,27 +65,25 @@ class OutsideParameters:
         self._places: dict[str, weakref.ref[nn.Parameter]] = {}
         self._values = ReplicaValues(self._list_parameters, lambda: True, may_read=True)
         self._num_read = self._num_unknown = 0
-        self._num_steps = 0
-        self._placed: set[int] = set()
         self._is_compared = True
 
-    def note_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    def note_step(self, optimizer: Optimizer, held: HeldParameters) -> None:
+        """Look for such parameters in an optimizer's first steps, and now and then (local)."""
         if not self._is_compared:
             return
-        if self._num_steps % _NUM_BETWEEN == 0:
-            self._placed.clear()  # a wrapper may be gone
-        self._num_steps += 1
-        known = self._placed.union(id(reference()) for reference in self._places.values())
-        asked = [each for each in parameters if each.grad is not None and id(each) not in known]
-        new = [each for each in asked if not has_place(each)]
-        self._placed.update({*map(id, asked)}.difference(map(id, new)))
-        if new:
-            places = _find_places(optimizer, new)
-            first = len(self._places)
-            for number, each in enumerate(new, start=first):
-                self._places[f"{number}: {places[id(each)]}"] = weakref.ref(each)
-            self._values.look()
-        self._values.end_update()
+        turn, held.num_steps = held.num_steps, held.num_steps + 1
+        if turn < _NUM_FIRST or turn % _NUM_BETWEEN == 0:
+            known = set(map(id, (reference() for reference in self._places.values())))
+            new = [each for each in held.others if each.grad is not None and id(each) not in known]
+            new = [each for each in new if not has_place(each)]
+            if new:
+                places = _find_places(optimizer, new)
+                first = len(self._places)
+                for number, each in enumerate(new, start=first):
+                    self._places[f"{number}: {places[id(each)]}"] = weakref.ref(each)
+                self._values.look()
+        if self._places:
+            self._values.end_update()
 
     def number(self) -> int:
         """Return a number for their values, as far as they are looked at this time (local)."""
@@ -150,14 +153,17 @@ class IdleOptimizers:
     def look_at(
         self,
         optimizer: Optimizer,
-        others: Sequence[nn.Parameter],
+        held: HeldParameters,
         trained: Mapping[str, nn.Parameter],
         owned: Collection[int],
         num_reductions: int,
     ) -> None:
-        """Look at a step with `others`, not the model's (local); `owned` are ids of the model's in optimizers."""
-        idle = [each for each in others if each.grad is None and each.requires_grad and not has_place(each)]
-        if not idle or num_reductions == self._num_reductions:
+        """Look at a step with parameters that are not the model's (local); `owned` are ids of its in optimizers."""
+        if num_reductions == self._num_reductions or held.num_idle_looks >= _NUM_IDLE_LOOKS:
+            return
+        held.num_idle_looks += 1
+        idle = [each for each in held.others if each.grad is None and each.requires_grad and not has_place(each)]
+        if not idle:
             return
         self._num_reductions = num_reductions
         unowned = {name: each for name, each in trained.items() if each.grad is not None and id(each) not in owned}

@@ -78,13 +78,12 @@ class WatchedSteps:
         self.finite.know([name for name, _ in named])
 
     def before_step(self, optimizer: Optimizer) -> None:
-        reducer, held = self._reducer(), self.optimizers.parameters_of(optimizer, self.names)
+        reducer, held = self._reducer(), self.optimizers.parameters_of(optimizer, self.names, self._ignored)
         if reducer is None or not self._world.has_group:
             return
         compares = self.compares_replicas and not self.is_joining
         if compares and held.others and reducer.num_reductions > 0:
-            others, owned = self._not_ignored(held.others), self.optimizers.owned
-            self._idle.look_at(optimizer, others, self._trained, owned, reducer.num_reductions)
+            self._idle.look_at(optimizer, held, self._trained, self.optimizers.owned, reducer.num_reductions)
         if not held.known:
             return
         if compares:
@@ -99,10 +98,10 @@ class WatchedSteps:
             self.gradient_number = hash((self.gradient_number, self.gradients.number()))
 
     def after_step(self, optimizer: Optimizer) -> None:
-        held = self.optimizers.parameters_of(optimizer, self.names)
+        held = self.optimizers.parameters_of(optimizer, self.names, self._ignored)
         reducer = self._reducer()
         if held.others and reducer is not None and reducer.num_reductions > 0 and not self.is_joining:
-            self.outside.note_step(optimizer, self._not_ignored(held.others))
+            self.outside.note_step(optimizer, held)
         if held.known:
             self.optimizers.end(optimizer)
             self.finite.after_step(optimizer)
@@ -131,9 +130,6 @@ class WatchedSteps:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(_LOCAL_GRADIENTS, stacklevel=stacklevel_of_user())
-
-    def _not_ignored(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        return [each for each in parameters if id(each) not in self._ignored]
 
     def _check_reduced(self, reducer: Reducer, parameters: Sequence[nn.Parameter]) -> None:
         is_inside = reducer.watch.phase is not Phase.IDLE and current_graph_task_id() != NO_GRAPH_TASK

@@ -131,8 +131,7 @@ def step_idly(
     trained = dict(model.named_parameters())
     for each in trained.values():
         each.grad = torch.zeros_like(each)
-    others = [each for group in optimizer.param_groups for each in group["params"]]
-    idle.look_at(optimizer, others, trained, owned, num_reductions)
+    idle.look_at(optimizer, OptimizerSteps().parameters_of(optimizer, ()), trained, owned, num_reductions)
 
 
 def test_an_optimizer_of_a_copy_is_refused_in_its_third_step() -> None:
@@ -492,9 +491,9 @@ def test_parameters_of_other_wrappers_are_asked_for_seldom(monkeypatch: pytest.M
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.SGD([parameter], 0.1)
-    found = outside.OutsideParameters(may_read=True)
-    for _ in range(64 * 4):
-        found.note_step(optimizer, [parameter])
+    found, held = outside.OutsideParameters(may_read=True), OptimizerSteps().parameters_of(optimizer, ())
+    for _ in range(64):
+        found.note_step(optimizer, held)
     assert (len(asked), found.describe()) == (4, ())
-    found.note_step(optimizer, [parameter])  # its wrapper is gone
+    found.note_step(optimizer, held)  # its wrapper is gone
     assert [each.shape for each in found.describe()] == [(3,)]

@@ -62,6 +62,37 @@ def test_the_hooks_of_listeners_that_are_gone_do_not_pile_up() -> None:
     listener.end()
 
 
+def held_by(optimizer: Optimizer, model: nn.Module, steps: OptimizerSteps) -> tuple[int, int]:
+    seen: list[tuple[int, int]] = []
+
+    class Looker(Listener):
+        def after_step(self, optimizer: Optimizer) -> None:
+            held = steps.parameters_of(optimizer, set(map(id, model.parameters())))
+            seen.append((len(held.known), len(held.others)))
+
+    looker = Looker()
+    optimizer.step()
+    looker.end()
+    return seen[0]
+
+
+def test_a_parameter_that_takes_the_place_of_another_in_an_optimizer_is_seen() -> None:
+    model, other, steps = nn.Linear(2, 2), nn.Linear(2, 2), OptimizerSteps()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert held_by(optimizer, model, steps) == (2, 0)
+    optimizer.param_groups[0]["params"][0] = other.weight
+    assert held_by(optimizer, model, steps) == (1, 1)
+
+
+def test_many_listeners_have_one_pair_of_hooks() -> None:
+    listeners = [Listener() for _ in range(9)]
+    hooks = num_hooks()
+    make_optimizer().step()
+    for each in listeners:
+        each.end()
+    assert (hooks - num_hooks(), [each.num_steps for each in listeners]) == (2, [1] * 9)
+
+
 def number_after(steps: OptimizerSteps, optimizer: Optimizer) -> int:
     steps.begin(optimizer)
     steps.end(optimizer)
