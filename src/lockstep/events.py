@@ -132,6 +132,22 @@ class WorkersChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingProcessLost:
+    """A process that loads samples for a worker was killed; the worker has started it anew, or ends."""
+
+    process: WorkerEnded
+    """The process, and the rank of its worker."""
+    generation: int
+    """Number of the present set of workers; the first is 0."""
+    epoch: int
+    """Epoch of the next step, counted from 0."""
+    step: int
+    """The next step within the epoch, counted from 0."""
+    global_step: int
+    """Updates since the run began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingTakenOver:
     """This process records from now on, in place of one that has ended."""
 
@@ -140,7 +156,16 @@ class RecordingTakenOver:
     """Updates since the run began."""
 
 
-Event = RunStarted | StepFinished | EpochFinished | Evaluated | CheckpointSaved | WorkersChanged | RecordingTakenOver
+Event = (
+    RunStarted
+    | StepFinished
+    | EpochFinished
+    | Evaluated
+    | CheckpointSaved
+    | WorkersChanged
+    | LoadingProcessLost
+    | RecordingTakenOver
+)
 
 
 class Recorder(Protocol):

@@ -15,6 +15,8 @@ generation: their ranks, and who was lost. They leave the group of the last gene
                                            <-   joined     it has the state of the run in the new generation
                                            <-   lost       a call has failed because a rank was lost
     nobody was lost                        ->   unchanged  the error stands
+                                           <-   loading_lost   a process that loads its samples was killed
+    to all: whether it is started again    ->   loading_lost
     workers arrive or leave                ->   generation, planned: the same between two steps
     one is lost before all have joined it  ->   generation, not planned; set_aside, to new workers: they wait again
     all have returned                      ->   over       nobody comes to a meeting any more
@@ -69,6 +71,18 @@ class ChangedWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostLoadingProcess:
+    """A process that has loaded samples for a worker, and was killed."""
+
+    rank: int
+    """The rank of the worker."""
+    pid: int
+    reason: str
+    goes_on: bool
+    """Whether the worker starts it anew; else the limit of the launch is used up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NextGeneration:
     number: int
     rank: int | None
@@ -109,6 +123,8 @@ class Generations:
         self._next: NextGeneration | None = None
         self._planned: NextGeneration | None = None
         self._lost: list[LostWorker] = []
+        self._lost_loading: list[LostLoadingProcess] = []
+        self._answered: dict[int, bool] = {}
         self._unchanged = self._is_over = False
         self._is_set_aside = self._is_left_out = False
         self._stop_reason = ""
@@ -125,6 +141,10 @@ class Generations:
         with self._changed:
             if message["event"] == "generation":
                 self._note(_read(message))
+            elif message["event"] == "loading_lost":
+                lost = LostLoadingProcess(**message["process"])
+                self._lost_loading.append(lost)
+                self._answered[lost.pid] = lost.goes_on
             elif message["event"] == "unchanged":
                 self._unchanged = True
             elif message["event"] == "stay":
@@ -196,6 +216,25 @@ class Generations:
         with self._changed:
             lost, self._lost = tuple(self._lost), []
             return lost
+
+    def take_lost_loading_processes(self) -> tuple[LostLoadingProcess, ...]:
+        """Return which loading processes of any worker were killed since this was called last (local)."""
+        with self._changed:
+            lost, self._lost_loading = tuple(self._lost_loading), []
+            return lost
+
+    def may_load_again(self, pid: int, reason: str) -> bool:
+        """Report a killed loading process of this worker; return whether the launch starts another one (local)."""
+        deadline = time.monotonic() + _DECISION_SECONDS
+        with self._changed:
+            try:
+                self.report("loading_lost", pid=pid, reason=reason)
+            except ChannelClosedError:  # the launcher has ended, so this worker will too
+                return False
+            while pid not in self._answered:
+                if self._stop_reason or not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    return False
+            return self._answered.pop(pid)
 
     def wait_for_next(self, error: BaseException) -> None:
         """Wait for the generation after one in which a call has failed; raise `error` if the launcher sees no loss."""

@@ -58,7 +58,7 @@ def content_number(dataset: Dataset[object]) -> int:
     if isinstance(dataset, TensorDataset) and all(tensor.layout is torch.strided for tensor in dataset.tensors):
         return zlib.crc32(b"".join(map(_some_bytes, dataset.tensors)))
     if isinstance(dataset, Subset):
-        indices = _evenly_spaced(len(dataset.indices))
+        indices = evenly_spaced(len(dataset.indices))
         return _combine([content_number(dataset.dataset)], [int(dataset.indices[index]) for index in indices])
     if isinstance(dataset, ConcatDataset):
         return _combine([content_number(part) for part in dataset.datasets])
@@ -122,12 +122,12 @@ def _combine(numbers: Sequence[int], indices: Sequence[int] = ()) -> int:
 
 
 def _some_bytes(tensor: Tensor) -> bytes:
-    rows = tensor.detach()[_evenly_spaced(len(tensor))].cpu().contiguous()
+    rows = tensor.detach()[evenly_spaced(len(tensor))].cpu().contiguous()
     values: bytes = rows.reshape(-1).view(torch.uint8).numpy().tobytes()
     return values
 
 
-def _evenly_spaced(length: int) -> list[int]:
+def evenly_spaced(length: int) -> list[int]:
     places = {number * (length - 1) // _NUM_READ for number in range(_NUM_READ + 1)}
     return sorted(places) if length else []
 
@@ -166,7 +166,7 @@ class OwnGenerator:
 
 def find_generators(root: object) -> list[OwnGenerator]:
     """Return the generators that an object holds, itself or in what it holds; the nearest ones first."""
-    kinds = _kinds()  # `issubclass`, because torch's classes answer `isinstance` in Python
+    kinds = generator_kinds()  # `issubclass`, because torch's classes answer `isinstance` in Python
     found: list[OwnGenerator] = []
     seen: set[int] = set()
     waiting: deque[tuple[str, object]] = deque([] if issubclass(type(root), _OPAQUE) else [("", root)])
@@ -183,7 +183,7 @@ def find_generators(root: object) -> list[OwnGenerator]:
     return found
 
 
-def _kinds() -> tuple[type, ...]:
+def generator_kinds() -> tuple[type, ...]:
     numpy = sys.modules.get("numpy")
     of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
     return (torch.Generator, random.Random, *of_numpy)

@@ -29,7 +29,7 @@ from lockstep.data.samples import (
     keys_of_slices,
     own_slices,
 )
-from lockstep.data.slice_loading import SliceLoading, loading_processes_explained
+from lockstep.data.slice_loading import SliceLoading
 from lockstep.data.stream import Stream, as_stream
 from lockstep.data.streamed import Cut, StreamedSamples, Transformed, count_steps
 from lockstep.recording import EventKind, own_recorder
@@ -281,7 +281,7 @@ class ShardedLoader:
             keys = partial(keys_of_slices, step, samples, epoch_ranges, world.rank)
             content = self._content
             compared = [] if content else self._keys_to_compare()
-            with self._loading.loaded(partial(keys_after, compared, keys)) as loaded, loading_processes_explained():
+            with self._loading.loaded(partial(keys_after, compared, keys)) as loaded:
                 if compared:
                     self._content = content = slice_number([_check_slice(next(loaded)) for _ in compared])
                 while self._assignment is present and any(slices := samples.cut(step)):

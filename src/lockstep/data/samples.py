@@ -6,6 +6,7 @@ There are two kinds: data sets with an index (`ListedSamples`) and streams (`str
 import itertools
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -196,13 +197,27 @@ def check_listed(dataset: Dataset[Any]) -> int:
 
 @final
 class SlicePlan:
-    """What a DataLoader is to load; generated lazily, because an epoch may have millions of samples."""
+    """What is to be loaded; generated lazily, because an epoch may have millions of samples.
 
-    def __init__(self, keys: Keys) -> None:
-        self.keys = keys
+    It begins again with what was asked for and has not been loaded: loading processes may be started anew.
+    """
+
+    def __init__(self) -> None:
+        self._rest: Iterator[SliceKeys] = iter(())
+        self._asked: deque[SliceKeys] = deque()
+
+    def begin(self, keys: Iterator[SliceKeys]) -> None:
+        self._rest, self._asked = keys, deque()
 
     def __iter__(self) -> Iterator[SliceKeys]:
-        return self.keys()
+        yield from list(self._asked)
+        for keys in self._rest:
+            self._asked.append(keys)
+            yield keys
+
+    def note_loaded(self) -> None:
+        """Take note that the first of what was asked for has been loaded."""
+        self._asked.popleft()
 
 
 @final

@@ -57,6 +57,8 @@ class WorkerReports:
     """New workers that have built everything and wait for a generation, in that order."""
     leaving: dict[int, float] = field(default_factory=dict)
     """Workers that have asked to leave, and when."""
+    lost_loading: list[tuple[int, Message]] = field(default_factory=list)
+    """Workers of which a loading process was killed, with the reports about it."""
     over: set[int] = field(default_factory=set)
     """Workers that make no calls any more."""
     alive: dict[int, Answer] = field(default_factory=dict)
@@ -120,6 +122,12 @@ class Continuation:
 
     def refuse_leave(self, worker: int) -> None:
         self._server.send(worker, {"event": "stay"})
+
+    def tell_of_loading_loss(self, worker: int, report: Message, *, goes_on: bool) -> None:
+        """Tell all workers that a loading process of one was killed, and whether it is started anew."""
+        lost = {"rank": self._rank_of(worker), "pid": report["pid"], "reason": report["reason"], "goes_on": goes_on}
+        for each in {worker, *self.generation.workers}:
+            self._server.send(each, {"event": "loading_lost", "process": lost})
 
     @property
     def limits(self) -> WorkerLimits | None:
@@ -271,6 +279,8 @@ class Continuation:
             reports.waiting.append(worker)
         elif what == "leave":
             reports.leaving.setdefault(worker, self._clock())
+        elif what == "loading_lost":
+            reports.lost_loading.append((worker, message))
         elif what == "over":
             reports.over.add(worker)
         elif what == "alive":

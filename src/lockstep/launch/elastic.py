@@ -1,6 +1,6 @@
 """The options with which a launch replaces workers, or ends silent ones."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -53,6 +53,11 @@ class Elastic:
     def limit(self) -> RespawnLimit:
         """How often lost workers are replaced."""
         return RespawnLimit(count=self.respawn, seconds=60 * self.respawn_minutes)
+
+    @property
+    def loading_limit(self) -> RespawnLimit:
+        """How often killed loading processes are started anew: also where no worker is replaced."""
+        return replace(self.limit, count=self.respawn or USUAL_RESPAWNS)
 
 
 FIXED = Elastic()

@@ -225,6 +225,12 @@ def name_killer(before: OomKills, after: OomKills) -> str:
     return "by another process: the kernel's out-of-memory killer has killed nothing meanwhile"
 
 
+def has_run_out_of_memory(before: OomKills, after: OomKills) -> bool:
+    """Return whether the out-of-memory killer has killed a process of this control group or host meanwhile."""
+    both = ((before.group, after.group), (before.host, after.host))
+    return any(None not in counts and counts[0] != counts[1] for counts in both)
+
+
 def _read_group(root: Path) -> int | None:
     """Read the counter of version 2 of control groups (memory.events), or of version 1 (memory.oom_control)."""
     try:

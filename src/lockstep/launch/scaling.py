@@ -50,6 +50,7 @@ class Scaling:
         self._pool = pool
         self._continuation = continuation
         self._limit = elastic.limit
+        self._loading_limit = elastic.loading_limit
         self._num_spares = elastic.spares
         self._start = start
         self._find_devices = find_devices
@@ -103,6 +104,15 @@ class Scaling:
         changes = continuation.change(wishes)
         for worker in changes.leaving:
             self._pool.workers[worker].may_leave = True
+
+    def answer_loading_losses(self) -> None:
+        """Decide for each killed loading process whether it is started anew: it counts as a lost worker does."""
+        reports, self._continuation.reports.lost_loading = self._continuation.reports.lost_loading, []
+        for worker, report in reports:
+            goes_on = may_respawn(self._loading_limit, self._respawned_at, self._clock())
+            if goes_on:
+                self._respawned_at.append(self._clock())
+            self._continuation.tell_of_loading_loss(worker, report, goes_on=goes_on)
 
     def take_end(self, worker: StartedWorker) -> None:
         """Take note of a worker that has ended: lost, left, or never joined."""

@@ -60,6 +60,7 @@ class Supervision:
             self._pool.handle_events(min(self._deadline, *self._timers()))
             self._continuation.receive_reports()
             self._continuation.reports.over.update(each.number for each in self._members() if each.has_returned)
+            self._scaling.answer_loading_losses()
             self._fencing.advance()
             self._take_ends()
             if time.monotonic() >= self._deadline or (self._failed() and not self._running()):

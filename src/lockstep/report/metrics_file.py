@@ -20,6 +20,7 @@ from lockstep.events import (
     EpochFinished,
     Evaluated,
     Event,
+    LoadingProcessLost,
     Recorder,
     RecordingTakenOver,
     RunStarted,
@@ -191,6 +192,8 @@ def key_of_row(row: Mapping[str, Any]) -> RowKey:
     kind = row["kind"]
     if kind == "evaluation":  # there may be some of other sets after the same update
         kind = " ".join(sorted(row))
+    if row.get("is_loading"):  # several may be lost in one generation of workers
+        return "loading", row["lost"][0]["pid"]
     return kind, row["generation"] if kind == "workers" else row["global_step"]
 
 
@@ -235,6 +238,19 @@ def row_of(event: Event) -> dict[str, Any] | None:
                 "repeats_step": event.repeats_step,
                 "seconds": event.seconds,
                 "shards": [[shards.start, shards.stop] for shards in event.shards],
+            }
+        case LoadingProcessLost(process=lost):
+            return {
+                "kind": "workers",
+                "epoch": event.epoch,
+                "step": event.step,
+                "global_step": event.global_step,
+                "generation": event.generation,
+                "is_loading": True,
+                "lost": [{"rank": lost.rank, "pid": lost.pid, "reason": f"its loading process was {lost.reason}"}],
+                "joined": [],
+                "left": [],
+                "repeats_step": False,
             }
         case RunStarted() | CheckpointSaved() | RecordingTakenOver():
             return None

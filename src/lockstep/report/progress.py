@@ -15,6 +15,7 @@ from lockstep.events import (
     EpochFinished,
     Evaluated,
     Event,
+    LoadingProcessLost,
     RecordingTakenOver,
     RunStarted,
     StepFinished,
@@ -59,7 +60,7 @@ class PlainLines:
                 self._console.print(event.text, highlight=False, markup=False, soft_wrap=True)
             case RecordingTakenOver():
                 self._num_epochs = event.run.num_epochs
-            case StepFinished() | Evaluated() | CheckpointSaved():
+            case StepFinished() | Evaluated() | CheckpointSaved() | LoadingProcessLost():
                 pass
 
 
@@ -103,7 +104,7 @@ class ProgressBar:
                     speed=self._speed.after(event.global_step),
                     bound=self._bound.text(),
                 )
-            case EpochFinished() | Evaluated() | CheckpointSaved() | WorkersChanged():
+            case EpochFinished() | Evaluated() | CheckpointSaved() | WorkersChanged() | LoadingProcessLost():
                 pass
         self._lines.record(event)
 

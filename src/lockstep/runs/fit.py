@@ -12,6 +12,7 @@ import torch
 from lockstep.checkpoint import load_checkpoint, read_manifest
 from lockstep.checkpoint.step_files import checkpoint_name
 from lockstep.comm import World
+from lockstep.comm.generations import current_generations
 from lockstep.data import Cursor
 from lockstep.devices.transfer import is_asynchronous
 from lockstep.engine.batches import gather_results
@@ -22,7 +23,15 @@ from lockstep.engine.state_file import Scheduler
 from lockstep.engine.step_result import StepResult
 from lockstep.engine.trainer import Trainer
 from lockstep.errors import CheckpointError, LossError
-from lockstep.events import EpochFinished, Recorder, RunStarted, StepFinished, WorkerEnded, WorkersChanged
+from lockstep.events import (
+    EpochFinished,
+    LoadingProcessLost,
+    Recorder,
+    RunStarted,
+    StepFinished,
+    WorkerEnded,
+    WorkersChanged,
+)
 from lockstep.processes.stop_signals import StopRequest
 from lockstep.recording import own_recorder
 from lockstep.runs.build import RunParts, build_parts
@@ -154,6 +163,22 @@ class TrainingContext:
         self.saver.save(self.parts.trainer, self.parts.scheduler, metrics)
         self.parts.trainer.moments.note_save(self.saver.path_of(self.parts.trainer))
 
+    def record_lost_loading_processes(self) -> None:
+        """Record which loading processes of any worker were killed since the last call (local)."""
+        generations = current_generations()
+        if generations is None:
+            return
+        for lost in generations.take_lost_loading_processes():
+            self.recorder.record(
+                LoadingProcessLost(
+                    process=WorkerEnded(rank=lost.rank, pid=lost.pid, reason=lost.reason),
+                    generation=generations.number,
+                    epoch=self.parts.trainer.cursor.epoch,
+                    step=self.parts.trainer.cursor.step,
+                    global_step=self.parts.trainer.global_step,
+                )
+            )
+
     def follow(self, continued: Continued, world: World) -> None:
         """Record that the workers are others, and let the next rank 0 do what the last one was to do (local)."""
         self.recorder.record(
@@ -198,6 +223,7 @@ def _train_epochs(training: TrainingContext) -> dict[str, Any] | None:
             test = _measure_again_if_ending(parts, test)
         values = values_of(test)
         training.recorder.record(finished(*split_by_set(parts, values)))
+        training.record_lost_loading_processes()
         training.save(values)
         if is_last or trainer.is_ending:
             continue
@@ -225,6 +251,7 @@ def _train_epoch(
             in_step = float(rate)
         result = trainer.step(batch)
         losses.add(result, trainer.global_step, in_step)
+        training.record_lost_loading_processes()
         num_samples += batch.num_samples
         if trainer.is_ending:
             break

@@ -1,20 +1,27 @@
-"""What a DataLoader that draws indices from a sampler has done so far, and when it reports a killed process."""
+"""What a DataLoader that draws indices from a sampler has done so far, and its loading processes."""
 
 import sys
+from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import TypeVar
 
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
-__all__ = ["LoaderIterator", "is_before_first_batch", "num_yielded", "without_interruption"]
+__all__ = [
+    "LoaderIterator",
+    "abandon",
+    "end_processes",
+    "end_stream",
+    "is_before_first_batch",
+    "is_over",
+    "loading_processes",
+    "num_yielded",
+    "without_interruption",
+]
 # LoaderIterator is the class of what `iter(loader)` returns, with and without workers.
 
 
-Loading = TypeVar("Loading", bound=LoaderIterator)
-
-
-def without_interruption(iterator: Loading) -> Loading:
+def without_interruption(iterator: LoaderIterator) -> None:
     """Let an iterator report a loading process that was killed when the next batch is asked for (local).
 
     Torch's handler of SIGCHLD raises wherever the main thread is: in the update of an optimizer, too. Without it the
@@ -23,7 +30,44 @@ def without_interruption(iterator: Loading) -> Loading:
     if getattr(iterator, "_worker_pids_set", False):
         _utils.signal_handling._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False  # type: ignore[attr-defined]
-    return iterator
+
+
+def loading_processes(iterator: LoaderIterator) -> list[BaseProcess]:
+    return list(getattr(iterator, "_workers", ()))
+
+
+def is_over(iterator: LoaderIterator) -> bool:
+    """Return whether an iterator has begun to end its processes itself."""
+    return bool(getattr(iterator, "_shutdown", True))
+
+
+def end_stream(iterator: LoaderIterator) -> None:
+    """Let who reads what the processes have written, all of which have ended, come to an end (any thread).
+
+    This process can write into the pipe too, so its end never comes by itself: not where a process was killed in the
+    middle of a message.
+    """
+    if hasattr(iterator, "_pin_memory_thread_done_event"):
+        iterator._pin_memory_thread_done_event.set()
+    iterator._worker_result_queue._writer.close()  # type: ignore[attr-defined]
+
+
+def end_processes(iterator: LoaderIterator) -> None:
+    """End the processes of an iterator that is given up: later, in a reference cycle, torch could not tell them to."""
+    iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+def abandon(iterator: LoaderIterator) -> None:
+    """Let go of an iterator whose processes were killed (local).
+
+    Torch would signal them that it ends, and wait for ever for a lock that one of them held.
+    """
+    iterator._shutdown = True  # type: ignore[attr-defined]
+    for process in loading_processes(iterator):
+        process.join()
+    for queue in (*iterator._index_queues, iterator._worker_result_queue):  # type: ignore[attr-defined]
+        queue.cancel_join_thread()
+        queue.close()
 
 
 def num_yielded(iterator: LoaderIterator) -> int:
