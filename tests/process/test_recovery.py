@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import signal
 import sys
 import threading
@@ -100,6 +101,20 @@ def test_an_error_of_the_function_is_an_error_of_the_launch() -> None:
 
     with pytest.raises(WorkerFailedError, match="no such column"):
         ls.launch(fail, workers=2)
+
+
+def test_a_loss_that_the_run_has_survived_is_not_the_cause_of_a_later_error(tmp_path: Path) -> None:
+    # "Worker 2 failed first: killed by SIGKILL", of a loss long before, and the KeyError came last.
+    def train_and_fail(run: ls.Run, folder: str) -> Any:
+        digest = train(run, {"2 loss": 5}, folder)
+        raise KeyError(digest)
+
+    with pytest.raises(WorkerFailedError) as caught:
+        ls.launch(train_and_fail, str(tmp_path), workers=3)
+    first, *_, last = str(caught.value).splitlines()
+    assert re.match(r"Worker [01] failed first: KeyError", first)
+    assert last.startswith("Before that, the others had continued without worker 2 (killed by SIGKILL")
+    assert {failure.rank for failure in caught.value.failures} <= {0, 1}
 
 
 def test_a_collective_of_the_users_own_names_who_was_killed() -> None:

@@ -27,7 +27,6 @@ themselves in the launcher's store: when the count is complete, each has done wh
 such as an evaluation or a save, and none needs the old group or one that leaves. A new worker begins with that step.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -45,6 +44,7 @@ from lockstep.comm.bootstrap.process_group import destroy_process_group, init_pr
 from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.comm.world import World, current_world
 from lockstep.errors import GroupError, PeerLostError
+from lockstep.processes.forking import this_process
 
 _DECISION_SECONDS = 60.0
 """How long the launcher may take to decide: until it has seen that a worker has ended, and killed one if need be."""
@@ -362,14 +362,14 @@ def _ignore(_joined: NextGeneration) -> None:
 
 class _Present:
     generations: Generations | None = None
-    pid = 0
+    process = 0
 
 
 _PRESENT: Final = _Present()
 
 
 def follow_generations(generations: Generations) -> None:
-    _PRESENT.generations, _PRESENT.pid = generations, os.getpid()
+    _PRESENT.generations, _PRESENT.process = generations, this_process()
 
 
 def current_generations() -> Generations | None:
@@ -377,4 +377,4 @@ def current_generations() -> Generations | None:
 
     None if its launcher does not replace groups, and in a child that a worker has forked, which has no channel.
     """
-    return _PRESENT.generations if _PRESENT.pid == os.getpid() else None
+    return _PRESENT.generations if _PRESENT.process == this_process() else None

@@ -23,6 +23,7 @@ from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.comm.stored_values import Deadline
 from lockstep.errors import GroupError, PeerLostError, describe_exception
 from lockstep.processes.ending import start_thread_left_alone
+from lockstep.processes.forking import call_in_children, keep_for_ever
 from lockstep.processes.user_line import find_user_line
 from lockstep.torch_private.groups import gloo_announcements
 
@@ -69,23 +70,33 @@ class GlooSockets:
     leaves the message where it is, and looks again and again: it never comes to the end. But a wait that times out
     closes all connections of the group. So where one is still open after a moment, we wait a millisecond for a message
     that nobody sends.
+
+    [Note: a connection that a child holds] A forked child has a copy of each descriptor, and a connection ends when the
+    last copy is closed. So where a rank was killed just when it had forked, the others waited as long as the child ran.
+    A child therefore closes its copies at once. Their numbers stay taken: Gloo, which does not run in a child, may
+    still hold them. It must not be destroyed there: its destructor waits for a thread that is not there.
     """
 
     def __init__(self, backend: Any, announced: Sequence[bytes]) -> None:
         self._backend = backend
         self._announced = announced
-        self._process = os.getpid()
         self._shut_down: set[str] = set()
+        call_in_children(self._close_in_child)
+
+    def _close_in_child(self) -> None:
+        """See [Note: a connection that a child holds]."""
+        keep_for_ever(self._backend)
+        with open(os.devnull, "r+b", buffering=0) as nothing:  # noqa: PTH123 - a descriptor is all that is needed
+            for number, connection in _open_sockets():
+                with connection, suppress(OSError):
+                    if self._is_own(connection):
+                        os.dup2(nothing.fileno(), number, inheritable=False)
+        self._announced = ()
 
     def shut_down(self) -> int:
-        """End all connections (local, any thread); return how many there were.
-
-        Nothing is done in a forked child: it has copies of its parent's descriptors.
-        """
-        if os.getpid() != self._process:
-            return 0
+        """End all connections (local, any thread); return how many there were, none in a forked child."""
         count = 0
-        for connection in _open_sockets():
+        for _, connection in _open_sockets():
             with connection, suppress(OSError):  # the other end may have closed it meanwhile
                 if self._is_own(connection):
                     self._shut_down.add(f"socket:[{os.fstat(connection.fileno()).st_ino}]")
@@ -133,12 +144,12 @@ def pack_address(family: int, address: tuple[object, ...]) -> bytes:
     return _IPV4.pack(family, port, packed) if family == socket.AF_INET else _IPV6.pack(family, port, bytes(4), packed)
 
 
-def _open_sockets() -> Iterator[socket.socket]:
-    """Yield a duplicate of every socket of this process."""
+def _open_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Yield the number of every socket of this process, and a duplicate of it."""
     for number, target in _descriptors():
         if target.startswith("socket:"):
             with suppress(OSError):  # closed meanwhile
-                yield socket.socket(fileno=os.dup(number))
+                yield number, socket.socket(fileno=os.dup(number))
 
 
 def _descriptors() -> Iterator[tuple[int, str]]:

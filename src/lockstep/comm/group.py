@@ -9,10 +9,8 @@ Messages between two ranks (`send`, `recv`) are not compared. An error of the ba
 names that rank.
 """
 
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -32,6 +30,7 @@ from lockstep.comm.open_calls import OPEN_GROUPS, CallEvents, CallsUnderWay, Int
 from lockstep.comm.shm.arguments import read_allocation
 from lockstep.errors import CollectiveMismatchError, GroupError, PeerLostError
 from lockstep.processes.ending import start_thread_left_alone
+from lockstep.processes.forking import finalize_here
 from lockstep.processes.user_line import find_user_line
 from lockstep.settings import read_settings
 from lockstep.torch_private.compiler import keep_compiler_out_of_methods
@@ -143,7 +142,7 @@ class CheckedProcessGroup(ProcessGroup):
             ),
             read_settings().stall_seconds(),
         )
-        self._close = weakref.finalize(self, _close, os.getpid(), comparer, inner, self._device_watch)
+        self._close = finalize_here(self, _close, comparer, inner, self._device_watch)
 
     def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work:
         """Compare one call of the table's, then make it (collective)."""
@@ -307,11 +306,10 @@ def type_of_backend(name: str) -> ProcessGroup.BackendType:
     return dist.Backend.backend_type_map.get(name, ProcessGroup.BackendType.CUSTOM)
 
 
-def _close(pid: int, comparer: CallComparer, inner: ProcessGroup, device_watch: DeviceWatch) -> None:
-    if os.getpid() == pid:  # a forked child has copies of these, but is no member
-        device_watch.close()
-        comparer.close()
-        inner.shutdown()
+def _close(comparer: CallComparer, inner: ProcessGroup, device_watch: DeviceWatch) -> None:
+    device_watch.close()
+    comparer.close()
+    inner.shutdown()
 
 
 @final

@@ -38,6 +38,7 @@ from lockstep.comm.open_calls import has_ended
 from lockstep.comm.stored_values import read_record, to_stored
 from lockstep.errors import PeerLostError
 from lockstep.processes.ending import exit_quickly
+from lockstep.processes.forking import finalize_here
 from lockstep.processes.host import boot_id, start_ticks
 from lockstep.settings import read_settings
 from lockstep.torch_private.groups import list_groups
@@ -239,7 +240,7 @@ class ProcessEnds:
                     self._descriptors[peer] = os.pidfd_open(process.pid)
                     if start_ticks(process.pid) != process.started:  # the number has come to mean another process
                         os.close(self._descriptors.pop(peer))
-        weakref.finalize(self, _close, os.getpid(), self._descriptors)
+        finalize_here(self, _close, self._descriptors)
 
     def find_ended(self, peers: Sequence[int] | None = None, seconds: float = 0.0) -> int | None:
         """Return a rank, of `peers` if given, whose process has ended; None if none does within `seconds`."""
@@ -267,7 +268,6 @@ def own_process() -> RankProcess:
     return RankProcess(place=place, pid=os.getpid(), started=start_ticks(os.getpid()))
 
 
-def _close(pid: int, descriptors: dict[int, int]) -> None:
-    if os.getpid() == pid:
-        while descriptors:
-            os.close(descriptors.popitem()[1])
+def _close(descriptors: dict[int, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])

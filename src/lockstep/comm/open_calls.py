@@ -28,7 +28,7 @@ from torch.distributed import Work
 
 from lockstep.errors import GroupError
 from lockstep.processes.ending import start_thread_left_alone
-from lockstep.processes.forking import INHERITED_GARBAGE, call_in_children
+from lockstep.processes.forking import call_in_children, leave_inherited_garbage_alone
 from lockstep.recording import EventKind, own_recorder
 from lockstep.recording.file_format import GROUP_SHIFT
 
@@ -56,7 +56,7 @@ class OpenGroups:
         self.are_replaced = False
         """Whether a launcher may end their calls, because this worker can continue with others."""
         call_in_children(self._forget)
-        INHERITED_GARBAGE.leave_alone()  # such as groups
+        leave_inherited_garbage_alone()  # such as groups
 
     def add(self, group: HasCalls) -> None:
         """Note a group; if calls were ended since `renew`, its calls are ended at once (local)."""

@@ -44,7 +44,7 @@ def state_number(root: object) -> int:
     """Return a number that is another one when the state is; where that cannot be told, another one at each call."""
     state = _State()
     try:
-        _StatePickler(state).dump(root)
+        _StateHash(state).dump(root)
     except Exception:  # noqa: BLE001 - pickling calls the user's code, which may raise anything
         return int.from_bytes(os.urandom(8), "little")
     return int.from_bytes(state.hash.digest(), "little")
@@ -75,7 +75,7 @@ class _State:
 
 
 @final
-class _StatePickler(pickle.Pickler):
+class _StateHash(pickle.Pickler):
     """Writes what nobody reads."""
 
     def __init__(self, state: _State) -> None:

@@ -153,12 +153,18 @@ class Supervision:
         )
 
     def _error(self) -> Exception:
-        """Return the error, also with those without which the others continued: what fails may be a consequence."""
-        ends = {End.FAILED, End.LOST}
-        failed = [worker for worker in self._ever() if worker.end in ends]
-        failures = [(worker.is_consequence(), *worker.describe_failure()) for worker in failed]
+        """Return the error; those without which the others continued are its cause if all others follow from a loss."""
+        failed = [worker for worker in self._ever() if worker.end in {End.FAILED, End.LOST}]
+        earlier = [worker for worker in failed if worker.number in self._gone]
+        present = [worker for worker in failed if worker not in earlier]
+        if all(worker.is_consequence() for worker in present):
+            earlier, present = [], failed
+        failures = [(worker.is_consequence(), *worker.describe_failure()) for worker in present]
         failures.sort(key=lambda failure: failure[:2])
-        error = failed_error(tuple(failure for *_, failure in failures), self._continuation.stop_reason)
+        names = ", ".join(f"worker {worker.number} ({worker.describe_end()})" for worker in earlier)
+        before = f"Before that, the others had continued without {names}." if earlier else ""
+        reasons = "\n\n".join(filter(None, (self._continuation.stop_reason, before)))
+        error = failed_error(tuple(failure for *_, failure in failures), reasons)
         lost = [worker for worker in failed if worker.end is End.LOST]
         if not lost or self._pool.is_stopping:
             return error

@@ -24,7 +24,7 @@ from lockstep.launch.messages import Report, Run, WorkerTask, pack_result, send_
 from lockstep.launch.pickling import pack
 from lockstep.launch.signals import look_at_main_thread
 from lockstep.processes.ending import die_with_parent, exit_quickly
-from lockstep.processes.forking import call_in_children
+from lockstep.processes.forking import call_in_children, this_process
 from lockstep.processes.host import keep_freed_memory, keep_temporary_files_in
 from lockstep.processes.reproducibility import seed_generators
 from lockstep.recording import open_recorder, own_recorder
@@ -54,9 +54,9 @@ def main(task_pipe: BinaryIO, report_descriptor: int, launcher_pipe: int, channe
         add_ipython_functions()
     exit_quickly()
     keep_temporary_files_in(task.folder)
-    pid = os.getpid()
+    process = this_process()
     report = _run(task, channel_descriptor)
-    if os.getpid() != pid:
+    if this_process() != process:
         _end_forked(report)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError):  # the function may have closed it

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, final
 
-from lockstep.processes.forking import call_in_children
+from lockstep.processes.forking import call_at_exit_here, call_in_children
 from lockstep.processes.host import boot_id, start_ticks
 from lockstep.recording.file_format import (
     CHANGING,
@@ -294,13 +294,13 @@ def ensure_own_recorder(rank: int, world_size: int) -> bool:
     is_open = open_recorder(_OWN, directory, worker=rank, rank=rank, world_size=world_size, capacity=settings.capacity)
     has_begun = is_open and not settings.directory
     if has_begun and not settings.is_kept:
-        atexit.register(_remove, directory)
+        call_at_exit_here(_remove, directory)
     return has_begun
 
 
 def _remove(directory: Path) -> None:
     """Remove the recording if this is the last worker that writes to it."""
-    if _OWN.directory == directory:  # else this is a forked child, or the recording was closed before
+    if _OWN.directory == directory:  # else the recording was closed before
         _OWN.close()
         remove_if_over(directory)
 

@@ -1,12 +1,14 @@
 """The connections of a Gloo group are found and shut down, and no others; ranks are threads of this process."""
 
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +87,44 @@ def test_a_forked_child_leaves_the_connections_of_its_parent_alone() -> None:
         os._exit(ranks[0][1].shut_down())
     assert os.waitpid(child, 0)[1] == 0
     assert all(work.wait() for work in [ranks[rank][0].barrier() for rank in (0, 1)])
+
+
+def test_a_child_of_a_killed_rank_does_not_keep_its_connections(tmp_path: Path) -> None:
+    # One of eleven runs hung: a rank was killed just when it had forked a loading process, which did nothing.
+    def connect(rank: int) -> tuple[Any, GlooSockets]:
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        return connect_gloo(store, 2, lambda: dist.ProcessGroupGloo(store, rank, 2, TIMEOUT))
+
+    (forked, tell), (held, hold) = os.pipe(), os.pipe()
+    killed = os.fork()
+    if killed == 0:
+        os.close(hold)
+        group = connect(1)
+        os.fork()
+        os.write(tell, b".")
+        os.read(held, 1)  # both processes wait
+        os._exit(len(group))
+    backend, _ = connect(0)
+    assert os.read(forked, 1) + os.read(forked, 1) == b".."
+    waiting = backend.allreduce([torch.ones(4)])
+    os.kill(killed, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"(?i)connection|socket|peer"):
+        waiting.wait()
+    os.waitpid(killed, 0)
+    os.close(hold)  # the child ends
+
+
+def test_a_forked_child_may_end_as_any_process_does() -> None:
+    # The destructor of the group waited for a thread that the child does not have.
+    ranks = make_group(2)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            del ranks[:]
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_what_gloo_announces_has_the_address_where_it_listens() -> None:

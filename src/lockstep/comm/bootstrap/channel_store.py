@@ -11,6 +11,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from lockstep.channel.client import Channel, ChannelClosedError
 from lockstep.channel.table import to_bytes, to_text
+from lockstep.processes.forking import this_process
 from lockstep.settings import read_settings
 
 
@@ -130,11 +131,11 @@ def inherited_store() -> ChannelStore | None:
     descriptor = read_settings().channel()
     if descriptor is None:
         return None
-    if _INHERITED.process != os.getpid():
+    if _INHERITED.process != this_process():
         if not _is_open(descriptor):
             return None
         _INHERITED.channel = Channel(descriptor, on_event=lambda _message: None)
-        _INHERITED.process = os.getpid()
+        _INHERITED.process = this_process()
     assert _INHERITED.channel is not None
     return ChannelStore(_INHERITED.channel)
 

@@ -4,7 +4,6 @@ read settings -> open the store -> startup handshake -> find hosts   -> Gloo's i
 (here)           (store.py)        (handshake.py)       (../hosts.py)   (interface.py)      (here)
 """
 
-import atexit
 import contextlib
 import datetime
 import logging
@@ -43,6 +42,7 @@ from lockstep.devices.transfer import own_accelerator, take_gpu
 from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.errors import GroupError
 from lockstep.processes.ending import exit_quickly
+from lockstep.processes.forking import call_at_exit_here
 from lockstep.processes.host import keep_temporary_files_in
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.recording import EventKind, own_recorder
@@ -191,7 +191,7 @@ def join_world(device: torch.device | None = None) -> World:
     """
     if not dist.is_initialized() and launched_world() is not None:
         init_process_group(choose_backend(device))
-        atexit.register(destroy_process_group)
+        call_at_exit_here(destroy_process_group)
     return current_world()
 
 

@@ -12,8 +12,6 @@ the group must call, `send` and `recv` excepted. All raise, beside what a bad ar
 - `CollectiveTimeoutError`, if the group's timeout passes; likewise.
 """
 
-import os
-import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -52,6 +50,7 @@ from lockstep.comm.shm.rendezvous import GroupHandles, NotShared, connect_ranks
 from lockstep.comm.shm.torch_beside import NO_ACCELERATORS, AcceleratorBackends, TorchBackends, TorchCalls
 from lockstep.comm.shm.work import CallRunner, WorkQueue
 from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError
+from lockstep.processes.forking import finalize_here
 from lockstep.settings import read_settings
 from lockstep.shards.tree import Node
 from lockstep.torch_private.compiler import keep_compiler_out_of_methods
@@ -136,10 +135,9 @@ class ShmProcessGroup(PythonProcessGroup):
             ),
             read_settings().stall_seconds(),
         )
-        self._close = weakref.finalize(
+        self._close = finalize_here(
             self,
             _close,
-            os.getpid(),
             self._peers,
             self._memory,
             work_queue,
@@ -345,7 +343,6 @@ class ShmProcessGroup(PythonProcessGroup):
 
 
 def _close(  # everything but the group itself, which this must not keep alive
-    pid: int,
     peers: Peers,
     memory: Memory,
     work_queue: WorkQueue,
@@ -353,8 +350,6 @@ def _close(  # everything but the group itself, which this must not keep alive
     inner: TorchBackends,
     device_watch: DeviceWatch,
 ) -> None:
-    if os.getpid() != pid:
-        return  # a forked child has copies of these, but is no member
     device_watch.close()
     peers.publish_state(PeerState.LEFT)
     if peers.broken is None:

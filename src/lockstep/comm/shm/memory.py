@@ -29,7 +29,7 @@ from torch import Tensor
 from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.file_layout import PAGE, FileLayout
 from lockstep.errors import GroupError
-from lockstep.processes.forking import call_in_children
+from lockstep.processes.forking import call_in_children, finalize_here
 
 _SEALS: Final = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW of <linux/fcntl.h>
 _PUNCH_HOLE: Final = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE of <linux/falloc.h>
@@ -84,7 +84,7 @@ class Allocations:
         """Register an allocation; its pages are freed when its mapping is collected."""
         address = ctypes.addressof(mapping)
         self._found[address] = (len(mapping), file, offset)
-        weakref.finalize(mapping, self._release, os.getpid(), address).atexit = False
+        finalize_here(mapping, self._release, address).atexit = False
 
     def make_private(self) -> None:
         """Map every allocation privately, in a child just forked. [Note: forked children]."""
@@ -92,10 +92,10 @@ class Allocations:
         for address, (length, file, offset) in found.items():
             _map_pages(address, length, mmap.MAP_PRIVATE | _MAP_FIXED, file.descriptor, offset)
 
-    def _release(self, pid: int, address: int) -> None:
-        if os.getpid() == pid:  # a forked child has a copy of every tensor, but the pages are its parent's
-            length, file, offset = self._found.pop(address)
-            _libc.fallocate(file.descriptor, _PUNCH_HOLE, offset, length)
+    def _release(self, address: int) -> None:
+        """Free pages; not in a forked child, which has a copy of every tensor, but the pages are its parent's."""
+        length, file, offset = self._found.pop(address)
+        _libc.fallocate(file.descriptor, _PUNCH_HOLE, offset, length)
 
 
 _ALLOCATIONS: Final = Allocations()
@@ -113,7 +113,6 @@ class Memory:
         self._descriptor = descriptor
         self._file: File | None = File(descriptor)
         self._rank = rank
-        self._pid = os.getpid()
         self._control = _map(descriptor, layout.control_bytes)
         self.address = ctypes.addressof(self._control)
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
@@ -154,7 +153,8 @@ class Memory:
         address = ctypes.addressof(mapping)
         self._heap[address] = (offset, length)
         # The last finalizer is called first: the pages are freed before the offset, and the offset before the address.
-        weakref.finalize(mapping, _forget, weakref.ref(self), address).atexit = False
+        # None in a forked child: a thread that it does not have may hold the lock.
+        finalize_here(mapping, _forget, weakref.ref(self), address).atexit = False
         _ALLOCATIONS.add(mapping, self._file, start)
         return torch.frombuffer(mapping, dtype=dtype, count=max(num_elements, 1))[:num_elements]
 
@@ -188,8 +188,6 @@ class Memory:
 
     def forget(self, address: int) -> None:
         """Free the offset of an allocation for reuse."""
-        if os.getpid() != self._pid:
-            return  # the lock may be held by a thread that a forked child does not have
         with self._heap_lock:
             offset, length = self._heap.pop(address)
             self._heap_free.setdefault(length, []).append(offset)

@@ -20,6 +20,7 @@ from lockstep.comm.shm.rank_states import PeerState, RankStates
 from lockstep.comm.shm.rendezvous import GroupHandles
 from lockstep.comm.shm.sleepers import Sleepers
 from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError, clause, describe_exception
+from lockstep.processes.forking import call_in_children
 from lockstep.processes.user_line import find_user_line
 from lockstep.recording import EventKind, own_recorder
 
@@ -38,9 +39,10 @@ class Peers:
         self.rank = rank
         self.size = memory.layout.size
         self.timeout_seconds = timeout_seconds
-        self._broken: GroupError | None = None
+        self.broken: GroupError | None = None
+        """Why this process cannot use the group; a forked child is not a rank of its parent's group."""
         self._sleepers = Sleepers()
-        self._member = os.getpid()
+        call_in_children(self._break_in_child)
         self._recorder = own_recorder()
         self._memory = memory
         self._states = RankStates(memory, rank, handles, names)
@@ -55,19 +57,12 @@ class Peers:
         self.spins_longer = False
         """Whether a wait for a phase spins longer: set while the caller of a blocking call runs it itself."""
 
-    @property
-    def broken(self) -> GroupError | None:
-        """Why this process cannot use the group, or None; a forked child is not a rank of its parent's group."""
-        if self._broken is None and os.getpid() != self._member:
-            self._broken = GroupError(
+    def _break_in_child(self) -> None:
+        if self.broken is None:
+            self.broken = GroupError(
                 f"This process was forked from rank {self.name} of the group and is no rank itself. Make the calls in "
                 "the parent, or give the child a group of its own. (LS205)"
             )
-        return self._broken
-
-    @broken.setter
-    def broken(self, error: GroupError) -> None:
-        self._broken = error
 
     def semaphore(self, kind: int, source: int, target: int) -> int:
         """Return the address of a semaphore that `source` posts for `target`."""
@@ -190,8 +185,8 @@ class Peers:
 
         The kernel closes the connections of a process before it reports its end: so this waits a moment.
         """
-        if self._broken is not None:
-            return self._broken.with_traceback(None)
+        if self.broken is not None:
+            return self.broken.with_traceback(None)
         if not may_come_from_loss(error):
             return None
         end = time.monotonic() + EXIT_SECONDS
@@ -207,7 +202,7 @@ class Peers:
 
     def end_calls(self, error: GroupError) -> None:
         """Let all calls of this rank raise `error`, those that wait now too (local, any thread)."""
-        if self._broken is None:
+        if self.broken is None:
             self.broken = error
         self._sleepers.end()
 

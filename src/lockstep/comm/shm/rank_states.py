@@ -16,6 +16,7 @@ from lockstep.comm.shm.file_layout import PAGE, PHASE
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.rendezvous import GroupHandles
 from lockstep.errors import PeerLostError
+from lockstep.processes.forking import this_process
 
 _TEXT_BYTES: Final = PAGE // 2 - 32
 _REASON: Final = 8
@@ -43,13 +44,13 @@ class RankStates:
         self._rank = rank
         self._names = names
         self._name = names[rank]
-        self._member = os.getpid()
+        self._member = this_process()
         self._pids = handles.pids
         self._pidfds = handles.pidfds
 
     def publish(self, state: PeerState, reason: str = "", lost: int = 0) -> None:
         """Publish that this rank left the group and why; only the first call counts, and none from a forked child."""
-        if os.getpid() != self._member:
+        if this_process() != self._member:
             return
         page = self._memory.address + self._memory.layout.state(self._rank)
         if self.read(self._rank)[0] is PeerState.JOINED:

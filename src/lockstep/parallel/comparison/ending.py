@@ -15,7 +15,6 @@ one more backward of theirs, by the longest time between two backwards here, and
 however many models it has wrapped.
 """
 
-import atexit
 import functools
 import logging
 import sys
@@ -28,6 +27,7 @@ from torch.distributed import Store
 from lockstep.comm import World, group_store
 from lockstep.parallel.comparison.forwards import TrainingForwards
 from lockstep.parallel.comparison.optimizers import OptimizerSteps
+from lockstep.processes.forking import call_at_exit_here
 
 _LOGGER = logging.getLogger("lockstep")
 _LONGEST_WAIT_SECONDS: Final = 10.0
@@ -58,7 +58,7 @@ class EndOfScript:
         self._posted = ""
         self._last_begun = self._longest_pause = 0.0
         self._post(0, "runs")
-        atexit.register(self._tell)
+        self._keep_quiet = call_at_exit_here(self._tell)
 
     def note_begun(self) -> None:
         now = time.monotonic()
@@ -72,7 +72,7 @@ class EndOfScript:
         self._post(number, "waits")
 
     def close(self) -> None:
-        atexit.unregister(self._tell)
+        self._keep_quiet()
 
     def _post(self, num_begun: int, state: str) -> None:
         if self._store is not None:

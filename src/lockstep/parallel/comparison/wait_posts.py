@@ -5,7 +5,6 @@ is counted, and the thread reads the number first. So a wait that it finds is of
 after: a rank whose script has ended by then would be taken for one that has skipped a batch.
 """
 
-import atexit
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Final, final
 
 import torch.distributed as dist
 
+from lockstep.processes.forking import call_at_exit_here
 from lockstep.reduce import Reducer
 
 _LONG_SECONDS: Final = 0.25
@@ -28,7 +28,7 @@ class WaitPosts:
         self._post = post
         self._ended = threading.Event()
         # At exit too: a thread that is in the store while the interpreter ends aborts the process.
-        atexit.register(self.close)
+        self._forget_end = call_at_exit_here(self.close)
         self._thread = threading.Thread(target=self._run, name="lockstep long waits", daemon=True)
         self._thread.start()
 
@@ -49,4 +49,4 @@ class WaitPosts:
         except dist.DistError:
             return  # the store has ended, and with it the group
         finally:
-            atexit.unregister(self.close)
+            self._forget_end()

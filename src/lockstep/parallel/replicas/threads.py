@@ -15,7 +15,6 @@ costs little, because torch's operators use several threads each.
 """
 
 import contextvars
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,6 +24,7 @@ from typing import Any, final
 
 import torch
 
+from lockstep.processes.forking import this_process
 from lockstep.torch_private.modules import default_device_of_thread
 
 
@@ -128,13 +128,13 @@ class _ThreadPool:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._process = os.getpid()
+        self._process = this_process()
         # Its threads end when the executor is collected, and are joined at exit.
         self._executor = ThreadPoolExecutor(max(num_threads, 1), thread_name_prefix="replica")
 
     def is_usable(self, num_threads: int) -> bool:
         """Whether the pool has enough threads in this process; threads do not survive a fork."""
-        return self._num_threads >= num_threads and self._process == os.getpid()
+        return self._num_threads >= num_threads and self._process == this_process()
 
     def submit(self, call: Callable[[], None]) -> "Future[None]":
         return self._executor.submit(call)
