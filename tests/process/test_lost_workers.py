@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -276,6 +277,41 @@ def test_a_run_whose_workers_are_all_killed_goes_on_from_its_newest_checkpoint(
     check_equal(found, whole)
     said = f"The run goes on from {since}.ckpt with 2 workers" if since else "It starts again with 1 worker"
     assert said in found.stderr
+
+
+def kill_loading_process(folder: Path, problems: list[BaseException]) -> None:
+    try:
+        worker = psutil.Process(pids_of(folder / "run", 2)[1])
+        deadline = time.monotonic() + 100
+        while not (folder / "run" / "metrics.jsonl").exists() or not worker.children():
+            assert time.monotonic() < deadline, "no process loads samples"
+            time.sleep(0.02)
+        worker.children()[0].kill()
+    except BaseException as problem:  # noqa: BLE001 - raised in the main thread
+        problems.append(problem)
+    finally:
+        (folder / "enough").touch()
+
+
+def test_a_killed_loading_process_is_a_loss_that_changes_nothing(
+    whole: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It ended the run, whatever `respawn` was: 18 of 18 random kills.
+    problems: list[BaseException] = []
+    thread = threading.Thread(target=kill_loading_process, args=(tmp_path, problems))
+    monkeypatch.setenv("PACE", "1")
+    thread.start()
+    try:
+        found = train(tmp_path, 2, "", "loader_workers=1", "respawn=1")
+    finally:
+        (tmp_path / "enough").touch()
+        thread.join()
+    assert not problems, f"{problems}\n{found.stdout}\n{found.stderr}"
+    check_equal(found, whole)
+    (row,) = found.rows("workers")
+    (lost,) = row["lost"]
+    assert (row["is_loading"], row["generation"], lost["rank"]) == (True, 0, 1)
+    assert lost["reason"].startswith("its loading process was killed by SIGKILL")
 
 
 def test_a_run_of_which_all_was_killed_is_continued_by_the_same_command(whole: Outcome, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lockstep.data.contents import evenly_spaced, generator_kinds
 from lockstep.processes.user_line import LIBRARIES
+from lockstep.torch_private.modules import version_of
 
 _LONG = 1024
 """A container of more items is covered in one piece, or by some of its items."""
@@ -121,7 +122,7 @@ class _StateHash(pickle.Pickler):
 
     def _describe_tensor(self, tensor: Tensor) -> tuple[object, ...]:
         kind = tensor.dtype, tuple(tensor.shape), str(tensor.device)
-        version = None if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch's name
+        version = None if tensor.is_inference() else version_of(tensor)
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
             return str(kind), version, id(tensor)
         place = tensor.data_ptr(), tensor.stride(), tensor.__dict__

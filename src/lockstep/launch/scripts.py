@@ -72,7 +72,7 @@ _DRAIN_SECONDS = 1.0
 _JOIN_SECONDS = 0.05
 _NUM_LAST_LINES = 10
 _STARTUP_FOLDER = str(Path(__file__).parents[1] / "torch_private" / "startup")
-"""The folder of a `sitecustomize` that keeps the store of a script on loopback, and reports exceptions."""
+"""The folder of a `sitecustomize` that changes what torch does in the processes of a script."""
 _NUM_DESCRIPTORS = 11
 """How many the launcher needs for each worker, at most: two pipes, two log files, its channel, and three for each of
 two connections to the store."""

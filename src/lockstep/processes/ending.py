@@ -1,4 +1,7 @@
-"""Ending a process: without the half second that it takes after torch's import, with its parent, with threads left."""
+"""Ending a process: without the half second that it takes after torch's import, with its parent, with threads left.
+
+It imports the standard library alone: the loading processes of a script load this file by itself.
+"""
 
 import atexit
 import contextlib
@@ -14,8 +17,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import compress
 from typing import Any, Final
-
-from lockstep.settings import read_settings
 
 _FILES = {io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper}
 _WITHOUT_WORK_AT_THE_END = {"cuda", "numpy", "psutil", "pydantic_core", "safetensors", "torch", "yaml", "_yaml"}
@@ -35,6 +36,8 @@ def exit_quickly() -> None:
     a moment later. That is left out too, unless other native code was loaded before this call, which may have
     something to save in its own handlers, or a profiler looks on. Handlers of what is loaded later run as ever.
     """
+    from lockstep.settings import read_settings
+
     atexit.unregister(_prepare)
     atexit.register(_prepare)  # the last to register is the first to run
     if not read_settings().is_profiled() and native_packages() <= _WITHOUT_WORK_AT_THE_END:
@@ -86,11 +89,11 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def terminate_only_for(owner_pid: int) -> None:
-    """Ignore SIGTERM unless the process `owner_pid` has sent it, and SIGUSR1 from every process (main thread; Linux).
+    """Ignore SIGTERM unless the process `owner_pid` has sent it; SIGINT and SIGUSR1 from all (main thread; Linux).
 
-    Slurm and systemd send a signal to every process of a job. A worker that handles it as a request to save and stop
-    still needs its data-loading processes then. (The kernel delivers several pending SIGTERM as one. If the owner's
-    signal is lost in this way, this process ends with the owner, see `die_with_parent`.)
+    Slurm and systemd send a signal to every process of a job, and so does Ctrl-C. A worker that handles it as a request
+    to save and stop still needs its data-loading processes then. (The kernel delivers several pending SIGTERM as one.
+    If the owner's signal is lost in this way, this process ends with the owner, see `die_with_parent`.)
     """
     if not sys.platform.startswith("linux"):
         return
@@ -100,7 +103,10 @@ def terminate_only_for(owner_pid: int) -> None:
             pass
         os._exit(0)  # asked for by the owner: another code is an error to torch, which says so while the owner exits
 
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    # A process that was not forked may have threads of libraries, whose masks are their own: to get it does nothing.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the thread inherits this mask
     threading.Thread(target=wait, daemon=True).start()
 

@@ -6,6 +6,7 @@ from types import FrameType
 
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 __all__ = [
     "LoaderIterator",
@@ -33,7 +34,7 @@ def without_interruption(iterator: LoaderIterator) -> None:
 
 
 def loading_processes(iterator: LoaderIterator) -> list[BaseProcess]:
-    return list(getattr(iterator, "_workers", ()))
+    return list(iterator._workers) if isinstance(iterator, _MultiProcessingDataLoaderIter) else []
 
 
 def is_over(iterator: LoaderIterator) -> bool:

@@ -1,8 +1,11 @@
-"""Python imports this when it starts, if its folder is in PYTHONPATH, where `lockstep run` puts it.
+"""Python imports this when it starts, if its folder is in PYTHONPATH, where `lockstep run` puts it for all processes.
 
-It keeps torch's store off the network: rank 0 of torch's own `init_process_group` serves the store on every interface
-of the host. In all processes of the script a store at a loopback address listens there alone; and that of a world of
+It keeps torch's store off the network. Rank 0 of torch's own `init_process_group` serves the store on every interface
+of the host. Where the launcher serves none, a store at a loopback address listens there alone; and that of a world of
 one, which no other process needs, nowhere.
+
+It lets the loading processes of torch's DataLoader leave signals for the whole job to the process that they load for.
+SIGTERM to every process ended them first, and their loss was an error before the script's handler could save.
 
 And it lets a worker whose main thread has raised say so: threads may keep the process from ending.
 
@@ -13,24 +16,27 @@ it hides, if there is one.
 import contextlib
 import importlib.util
 import os
-import socket
 import sys
 import threading
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-_MODULE = "torch.distributed.rendezvous"
+if TYPE_CHECKING:  # slow to import
+    import socket
+
 _LOOPBACK = {"localhost": ("127.0.0.1", "::1"), "127.0.0.1": ("127.0.0.1",), "::1": ("::1",)}
 _BACKLOG = 2048
 """As torch's own."""
 
 
-class _RendezvousWatch:
-    """Changes torch's rendezvous when that has been imported."""
+class _TorchWatch:
+    """Changes modules of torch when they have been imported."""
 
     @staticmethod
     def find_spec(fullname: str, path: object = None, _target: object = None) -> ModuleSpec | None:
-        if fullname != _MODULE:
+        change = _CHANGES.get(fullname)
+        if change is None:
             return None
         spec = PathFinder.find_spec(fullname, path)  # type: ignore[arg-type]
         if spec is not None and spec.loader is not None:
@@ -38,7 +44,7 @@ class _RendezvousWatch:
 
             def run_and_change(module: ModuleType) -> None:
                 run(module)
-                _keep_off_the_network(module)
+                change(module)
 
             spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
         return spec
@@ -73,8 +79,10 @@ def _keep_off_the_network(rendezvous: ModuleType) -> None:
     rendezvous._create_c10d_store = create_on_loopback  # type: ignore[attr-defined]
 
 
-def _listen(hostname: str, port: int) -> socket.socket | None:
+def _listen(hostname: str, port: int) -> "socket.socket | None":
     """Return a socket that listens on loopback; None for torch's own way: another host, or the port is taken."""
+    import socket
+
     for address in _LOOPBACK.get(hostname, ()):
         listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         try:
@@ -95,16 +103,13 @@ def _report_raised() -> None:
     if not _has_raised() or (launcher, port) != (str(os.getppid()), os.environ.get("MASTER_PORT")):
         return
     import json
+    import socket
 
     names = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
-    _send(int(descriptor), json.dumps({"report": "raised", "threads": names}).encode() + b"\n")
-
-
-def _send(descriptor: int, line: bytes) -> None:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as channel:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as channel:
         # A program that ran before this one may have closed the channel, and opened something else.
         if channel.family == socket.AF_UNIX and channel.getsockname() in {"", b""}:
-            channel.sendall(line)
+            channel.sendall(json.dumps({"report": "raised", "threads": names}).encode() + b"\n")
 
 
 def _has_raised() -> bool:
@@ -114,6 +119,38 @@ def _has_raised() -> bool:
         return False
     is_module = trace.tb_frame.f_code.co_filename.startswith("<frozen runpy")  # python -m
     return is_module or trace.tb_frame.f_globals is vars(sys.modules["__main__"])
+
+
+def _leave_signals_to_parent(signal_handling: ModuleType) -> None:
+    """Change what a loading process does first."""
+    set_handlers = signal_handling._set_worker_signal_handlers
+
+    def set_handlers_and_ignore() -> None:
+        from multiprocessing import parent_process
+
+        set_handlers()
+        parent = parent_process()
+        if parent is not None:
+            _module_at("processes", "ending.py").terminate_only_for(parent.pid)
+
+    signal_handling._set_worker_signal_handlers = set_handlers_and_ignore  # type: ignore[attr-defined]
+
+
+def _module_at(*path: str) -> ModuleType:
+    """Load one file of Lockstep, which needs the standard library alone: the whole package takes longer to import."""
+    file = os.path.join(_FOLDER, os.pardir, os.pardir, *path)  # noqa: PTH118 - pathlib is slow to import
+    spec = importlib.util.spec_from_file_location(f"lockstep_{path[-1].removesuffix('.py')}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_CHANGES = {
+    "torch.distributed.rendezvous": _keep_off_the_network,
+    "torch.utils.data._utils.signal_handling": _leave_signals_to_parent,
+}
 
 
 def _run_hidden() -> None:
@@ -128,6 +165,6 @@ def _run_hidden() -> None:
 
 _FOLDER = os.path.dirname(__file__)  # noqa: PTH120 - pathlib is slow to import
 sys.path[:] = [path for path in sys.path if path != _FOLDER]
-sys.meta_path.insert(0, _RendezvousWatch())
+sys.meta_path.insert(0, _TorchWatch())
 threading._register_atexit(_report_raised)  # type: ignore[attr-defined]
 _run_hidden()

@@ -1,12 +1,14 @@
 """What is said where ranks differ, from what they exchange: values in, words out."""
 
+import atexit
 import gc
 import logging
+import os
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +176,20 @@ def test_a_rank_that_ends_reads_that_another_one_waits_for_it(
         thread.join(20)
     (said,) = caplog.messages
     assert "The script of rank 1 has ended after 7 backwards of a model, and rank 0 has begun backward 8" in said
+
+
+def test_a_forked_child_that_ends_is_not_the_end_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It wrote "ended" in its parent's name: a false alarm on the other ranks.
+    handlers: list[Callable[[], object]] = []
+    monkeypatch.setattr(atexit, "register", handlers.append)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    end_of(0, store, 7, monkeypatch).post_wait(7)
+    child = os.fork()
+    if child == 0:
+        handlers[0]()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert dist.PrefixStore("lockstep/end/1", store).get("0").split()[2] == b"waits"
 
 
 def test_ranks_that_end_together_read_nothing(
