@@ -1,13 +1,14 @@
 """`lockstep train` under fire: workers are killed, join and leave at seeded random moments, many times in each run.
 
-    python benchmarks/killing.py [--runs 20] [--seed 0] [--only 3] [--kills 12] [--minutes 30]
+    python benchmarks/killing.py [--runs 20] [--seed 0] [--only 3] [--kills 12] [--minutes 30] [--backend both]
 
 Each run trains one of several models, evaluates and saves, and must end with the digest, the rows of `metrics.jsonl`
 and the sample counts of the run that nobody disturbs. A worker kills itself by SIGKILL at the n-th moment of a kind: in
 a forward, a backward, the update, after the workers have agreed on a step, while a sample is loaded, in an evaluation,
 a save, a recovery, a transfer of the state, while it is built. Others are killed, stopped for a moment, or asked to
-leave at a moment of the clock. One worker that has the state of the run always lives: to die, a worker takes a lock,
-and looks whether there is another one. Lost workers are replaced. Printed are the runs that differ, and counts.
+leave at a moment of the clock. So are loading processes killed, alone or together with a worker. One worker that has
+the state of the run always lives: to die, a worker takes a lock, and looks whether there is another one. Lost workers
+are replaced. Printed are the runs that differ, and counts.
 """
 
 import argparse
@@ -184,6 +185,7 @@ if FOLDER and "RANK" in os.environ:
 _LIMIT_SECONDS = 240.0
 """How long no epoch may end. A whole run has no limit: on a busy machine it is slow, and does not hang."""
 _SIGNALS = {"leave": signal.SIGTERM, "freeze": signal.SIGSTOP, "kill": signal.SIGKILL, "kill two": signal.SIGKILL}
+_LOADING = ("kill loading", "kill loading", "kill loading and worker")
 _STOPPED = 75
 """The exit code of a run that can be resumed."""
 _COMMON: dict[str, Any] = {
@@ -209,7 +211,8 @@ _KINDS: dict[str, dict[str, Any]] = {
         "scheduler_interval": "step",
         "save_every": 3,
     },
-    "sparse embedding, SGD, steps per epoch": {
+    "sparse embedding, SGD, two loading processes": {
+        "loader_workers": 2,
         "model": "killed:Sparse",
         "data": "killed:data",
         "data_args": {"kind": "sparse"},
@@ -275,6 +278,16 @@ def members(folder: Path) -> list[int]:
     return []
 
 
+def loading_processes(present: list[int]) -> list[int]:
+    """Return the processes that load samples for these workers."""
+    found: list[int] = []
+    for pid in present:
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                found += map(int, children.read_text().split())
+    return found
+
+
 def count_epochs(folder: Path) -> int:
     """Return how many epochs of a run have ended."""
     metrics = folder / "run" / "metrics.jsonl"
@@ -283,11 +296,17 @@ def count_epochs(folder: Path) -> int:
 
 def attack(folder: Path, draw: random.Random, most: int, done: Counter[str]) -> None:
     """Do one thing from outside: kill one or two, stop one for a moment, let one leave, ask for another number."""
-    what = draw.choice(["kill", "kill", "kill two", "kill two", "freeze", "stop", "leave", "resize"])
+    what = draw.choice(["kill", "kill", "kill two", "kill two", "freeze", "stop", "leave", "resize", *_LOADING])
     present = members(folder)
-    if not present:
+    loading = loading_processes(present)
+    if not present or (what in _LOADING and not loading):
         return
-    if what == "resize":
+    if what in _LOADING:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(draw.choice(loading), signal.SIGKILL)
+        if what == "kill loading and worker":
+            end_some(folder, draw, most, "kill", present)
+    elif what == "resize":
         with contextlib.suppress(OSError), connect(folder / "run") as client:
             client.settimeout(5)
             next(ask(client, {"op": "resize", "workers": draw.randint(2, 4)}), None)
@@ -319,7 +338,7 @@ def end_some(folder: Path, draw: random.Random, most: int, what: str, present: l
     return True
 
 
-def run_once(seed: str, kind: str, most: int, expected: tuple[Any, ...]) -> tuple[str, Counter[str]]:
+def run_once(seed: str, kind: str, most: int, expected: tuple[Any, ...], backend: str) -> tuple[str, Counter[str]]:
     """Train once under fire; return what is wrong, empty for nothing, and what was done."""
     draw, done = random.Random(seed), Counter[str]()
     with tempfile.TemporaryDirectory() as name:
@@ -333,6 +352,7 @@ def run_once(seed: str, kind: str, most: int, expected: tuple[Any, ...]) -> tupl
             "KILLING_SEED": seed,
             "KILLING_SHARE": str(draw.choice([0.7, 1.0])),
             "KILLING_MOST": str(most),
+            "LOCKSTEP_CPU_BACKEND": backend,
         }
         process = subprocess.Popen(
             command(folder, f"workers={workers}", "respawn=1000", f"spares={draw.choice([0, 0, 1])}", "evict_after=4"),
@@ -381,7 +401,9 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="the number of one run")
     parser.add_argument("--kills", type=int, default=12, help="in a run, at most")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so many")
+    parser.add_argument("--backend", choices=["shm", "gloo", "both"], default="shm")
     options = parser.parse_args()
+    backends = ["shm", "gloo"] if options.backend == "both" else [options.backend]
     expected: dict[str, tuple[Any, ...]] = {}
     for kind in _KINDS:
         with tempfile.TemporaryDirectory() as name:
@@ -398,11 +420,15 @@ def main() -> None:
             break
         kind = kinds[number % len(kinds)]
         started = time.monotonic()
-        problem, done = run_once(f"{options.seed} {number}", kind, options.kills, expected[kind])
+        backend = backends[number // len(kinds) % len(backends)]
+        problem, done = run_once(f"{options.seed} {number}", kind, options.kills, expected[kind], backend)
         seconds = time.monotonic() - started
         num_runs, failed, total = num_runs + 1, failed + bool(problem), total + done
-        print(f"run {number} ({kind}), {seconds:.0f} s: {dict(done)}{': ' + problem if problem else ''}", flush=True)
-    others = {"resize", "leave", "stop", "kill", "kill two", "freeze", "resumed"}
+        print(
+            f"run {number} ({kind}, {backend}), {seconds:.0f} s: {dict(done)}{': ' + problem if problem else ''}",
+            flush=True,
+        )
+    others = {"resize", "leave", "stop", "kill", "kill two", "freeze", "resumed", "kill loading and worker"}
     num_kills = sum(count for what, count in total.items() if what not in others)
     print(f"{num_runs - failed} of {num_runs} runs equal the undisturbed one; {num_kills} kills: {dict(total)}")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())

@@ -59,6 +59,7 @@ OTHERS_CODE = {
         "comm/bootstrap/store.py: _await_store",
         "comm/objects.py: unpack_plain, _PlainUnpickler.find_class, _PlainUnpickler.load_build, pack_plain",
         "comm/stored_values.py: _to_record, _to_value, _to_number, _to_texts",
+        "data/slice_loading.py: _LoadingProcesses._lost",
         "devices/nvml.py: _explain",
         "launch/control.py: connect",
         "recording/file_format.py: parse_header",

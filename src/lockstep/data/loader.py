@@ -65,8 +65,8 @@ class ShardedLoader:
         lengths: The length of each sample, say its tokens: batches then hold samples of similar lengths, so that they
             need little padding, and come in a random order. A shard's samples are neighbours by length.
         num_workers: Data-loading processes of each worker, as in `torch.utils.data.DataLoader`.
-        persistent_workers: Keep these processes for the next epoch, which begins sooner then. They keep the data set as
-            it was when they began: what is changed in it between two epochs, as by a `set_epoch`, they do not see.
+        persistent_workers: Keep these processes for the next epoch, which begins sooner then. After a change of the
+            data set or of `collate_fn`, as by a `set_epoch`, they are started anew (docs/own-loop.md: what is noticed).
         collate_fn: Makes a batch of a list of samples; torch's default when None.
         drop_last: Leave out the last batch of an epoch where it is smaller than the others, as in torch's DataLoader.
             Its slices may have one sample each, of which BatchNorm in training raises an error. In the next epoch other

@@ -22,7 +22,7 @@ class Elastic:
 
     respawn: int = 0
     """How often a lost worker is replaced, at most, in `respawn_minutes`. A worker that failed by an exception never
-    is."""
+    is. A loading process that is killed counts as a worker; where this is 0, they are started anew three times."""
     respawn_minutes: float = 10.0
     """The time in which replacements are counted, in minutes."""
     spares: int = 0

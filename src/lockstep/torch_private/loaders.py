@@ -6,7 +6,6 @@ from types import FrameType
 
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 __all__ = [
     "LoaderIterator",
@@ -34,7 +33,9 @@ def without_interruption(iterator: LoaderIterator) -> None:
 
 
 def loading_processes(iterator: LoaderIterator) -> list[BaseProcess]:
-    return list(iterator._workers) if isinstance(iterator, _MultiProcessingDataLoaderIter) else []
+    """Return the processes of an iterator: the one list of them that it has."""
+    lists = (each for each in vars(iterator).values() if isinstance(each, list))
+    return next((found for found in lists if found and isinstance(found[0], BaseProcess)), [])
 
 
 def is_over(iterator: LoaderIterator) -> bool:

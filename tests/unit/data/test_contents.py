@@ -1,5 +1,7 @@
-"""Data sets of one length are told apart, where tensors hold them."""
+"""Data sets of one length are told apart, where tensors hold them, and so are states of what loads samples."""
 
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lockstep.data.contents import content_number, slice_number
+from lockstep.data.state_number import state_number
 
 
 def numbers(start: int, length: int = 500) -> TensorDataset:
@@ -74,3 +77,61 @@ def test_different_slices_have_different_numbers(one: Any, other: Any) -> None:
 )
 def test_equal_slices_have_equal_numbers(one: Any, other: Any) -> None:
     assert slice_number((one, 0)) == slice_number((other, 0)) != 0
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+class Stateful(Dataset[int]):
+    """Holds what cannot be pickled, and itself."""
+
+    kind = 0
+
+    def __init__(self) -> None:
+        factors = self.factors = [1]
+        self.epoch = 0
+        self.inner = [{"deep": Slotted()}]
+        self.scale = lambda value: value * factors[0]
+        self.lock, self.generator, self.itself = threading.Lock(), np.random.default_rng(0), self
+        self.paths = [(f"{number}.png", number) for number in range(5000)]
+        self.large, self.small = torch.zeros(5_000_000), np.zeros(50_000)
+        self.others = [Slotted() for _ in range(2000)]
+
+    def __getitem__(self, index: int) -> int:
+        return self.scale(index) + GLOBAL[0]
+
+
+GLOBAL = [0]
+CHANGES: dict[str, Callable[[Stateful], object]] = {
+    "an attribute": lambda data: setattr(data, "epoch", 1),
+    "a slot deep within": lambda data: setattr(data.inner[0]["deep"], "value", 1),
+    "what a function closes over": lambda data: data.factors.append(2),
+    "an attribute of the class": lambda data: setattr(Stateful, "kind", Stateful.kind + 1),
+    "a global name that a method reads": lambda data: GLOBAL.append(1),
+    "an item of a long list": lambda data: data.paths.__setitem__(1234, ("other.png", 1)),
+    "an element of a small array": lambda data: data.small.__setitem__(1234, 1),
+    "an element of a large tensor": lambda data: data.large[1234:1235].add_(1),
+    "a large tensor": lambda data: setattr(data, "large", data.large + 1),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_the_state_has_another_number_when_something_in_it_is_changed(what: str) -> None:
+    data = Stateful()
+    before = state_number((data, max))
+    data.generator.random()  # seeded for each sample
+    assert state_number((data, max)) == before
+    CHANGES[what](data)
+    assert state_number((data, max)) != before
+
+
+def test_a_state_that_cannot_be_told_is_never_the_same() -> None:
+    class Endless:
+        def __reduce_ex__(self, _protocol: object) -> Any:
+            return list, (), None, iter(lambda: 1 // 0, 1)
+
+    assert state_number(Endless()) != state_number(Endless())

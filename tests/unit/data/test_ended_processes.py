@@ -178,3 +178,11 @@ def test_errors_of_the_data_set_pass(kind: type[Exception]) -> None:
     loader = ls.ShardedLoader(Raising(torch.zeros(4)), batch_size=2, num_shards=1, num_workers=1, collate_fn=list)
     with pytest.raises(kind, match="mine"):
         list(loader.epoch(0))
+
+
+def test_samples_of_a_stream_are_loaded_again(tmp_path: Path) -> None:
+    def read(times: int) -> ls.Stream:
+        samples = Noisy(tmp_path, times, kill)
+        return ls.Stream(range(24), transform=samples.__getitem__, buffer_size=8)
+
+    assert loaded(read(2), num_workers=2, persistent_workers=True) == loaded(read(0))
