@@ -66,6 +66,9 @@ worker starts another launcher, that launcher changes MASTER_PORT, so the two di
 _CHANNEL = "LOCKSTEP_CHANNEL"
 """A worker's channel to `lockstep run`: its descriptor, the launcher's process, the MASTER_PORT of the launch."""
 
+RUN_ID = "lockstep-"
+"""How TORCHELASTIC_RUN_ID begins in the workers of `lockstep run`."""
+
 _FOLDER = "LOCKSTEP_FOLDER"
 """A folder for temporary files of a worker of `lockstep run`, which is deleted when the workers have ended."""
 
@@ -135,7 +138,11 @@ class Settings:
 
     def launchers(self) -> dict[str, str]:
         """Return the variables that launchers set for a worker, by name, without empty ones."""
-        return {name: self.variables[name] for name in LAUNCHER_VARIABLES if self.variables.get(name)}
+        found = {name: self.variables[name] for name in LAUNCHER_VARIABLES if self.variables.get(name)}
+        is_ours = found.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
+        if is_ours and self.variables.get(_CHANNEL, "").rpartition(",")[2] not in {"", found.get("MASTER_PORT")}:
+            found.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # at an address of the script's own nobody serves a store
+        return found
 
     def job(self) -> str | None:
         """Return what identifies the job to which this process belongs, also when its workers are started again.

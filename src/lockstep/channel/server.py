@@ -9,7 +9,7 @@ import selectors
 import socket
 import termios
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import final
 
@@ -35,12 +35,10 @@ class ChannelServer:
     """Serves the channels of the workers of one launch.
 
     A worker that does not read, because it is stopped, delays no other: what it has not read is kept for it.
-    `on_request` is called in the serving thread at every request of a worker. After an error of that thread the
-    channels are closed, and `check`, `settle` and `take_reports` raise `GroupError`.
+    After an error of its thread the channels are closed, and `check`, `settle` and `take_reports` raise `GroupError`.
     """
 
-    def __init__(self, on_request: Callable[[], None] = lambda: None) -> None:
-        self._on_request = on_request
+    def __init__(self) -> None:
         self.reports: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
         self._report_reader, self._report_writer = _wake_pipe()
         self._commands: queue.SimpleQueue[tuple[str, int, _Argument]] = queue.SimpleQueue()
@@ -185,7 +183,6 @@ class ChannelServer:
                     self.reports.put((connection.worker, message))
                     _wake(self._report_writer)
                     continue
-                self._on_request()
                 for reply in self._table.answer(connection.worker, message):
                     self._send(selector, reply.worker, reply.message)
         except (ValueError, KeyError, TypeError, RecursionError) as error:  # the user's code wrote to the descriptor

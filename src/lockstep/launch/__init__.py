@@ -5,7 +5,7 @@ runs where is the file:
 
     process     functions (`launch`)     scripts (`lockstep run`)
     launcher    launcher.py,             scripts.py,
-                worker_pool.py           output.py, nesting.py
+                worker_pool.py           output.py
                         sessions.py, signals.py, rendezvous.py
     worker      worker.py                script_entry.py, then the script
     guardian                     guardian.py

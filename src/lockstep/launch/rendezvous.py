@@ -51,8 +51,6 @@ class Rendezvous:
     port: int
     is_served: bool
     """Whether the launcher serves the store; if not, rank 0 does."""
-    was_found: threading.Event = field(default_factory=threading.Event)
-    """Set when the first worker connects to the store that the launcher serves."""
 
 
 @contextmanager
@@ -90,8 +88,7 @@ def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
         listener.listen(_BACKLOG)
         over, over_writer = os.pipe()
         rendezvous = Rendezvous(listener.getsockname()[1], is_served=True)
-        arguments = (listener, over, rendezvous.was_found)
-        serving = threading.Thread(target=_serve_when_asked, args=arguments, name="rendezvous")
+        serving = threading.Thread(target=_serve_when_asked, args=(listener, over), name="rendezvous")
         serving.start()
         try:
             yield rendezvous
@@ -101,12 +98,11 @@ def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
             os.close(over)
 
 
-def _serve_when_asked(listener: socket.socket, over: int, was_found: threading.Event) -> None:
+def _serve_when_asked(listener: socket.socket, over: int) -> None:
     """Pass connections of this user on to a store, until `over` is closed at its other end."""
     with GuardedStore() as store:
 
         def connect() -> socket.socket:
-            was_found.set()
             try:
                 return store.connect()
             except OSError as error:

@@ -49,7 +49,6 @@ from lockstep.launch.exits import (
     says_another_failed,
 )
 from lockstep.launch.launch_recorder import launch_recorded
-from lockstep.launch.nesting import LOOK_SECONDS, NestingWatch, describe_nesting, look_at
 from lockstep.launch.output import Relays, Tail, flush_own_output, log_path, make_log_directory, print_message
 from lockstep.launch.rendezvous import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
 from lockstep.launch.restarts import Restarts
@@ -57,7 +56,7 @@ from lockstep.launch.sessions import Sessions, exit_code
 from lockstep.launch.signals import SignalPipe
 from lockstep.processes.host import FREED_MEMORY_VARIABLES
 from lockstep.recording import EventKind, WorkerRecorder, new_recording
-from lockstep.settings import LAUNCHED, channel_variables, read_settings, recording_variable
+from lockstep.settings import LAUNCHED, RUN_ID, channel_variables, read_settings, recording_variable
 
 GRACE_SECONDS = 1.0
 """How long workers may take to end when asked to, before they are killed."""
@@ -158,7 +157,7 @@ def run_script(job: ScriptJob) -> Ending:
     with ExitStack() as stack:
         signals = stack.enter_context(SignalPipe())
         rendezvous = stack.enter_context(open_rendezvous(job.world_size))
-        server = ChannelServer(on_request=rendezvous.was_found.set)
+        server = ChannelServer()
         stack.callback(server.close)
         recording = new_recording(None)
         recorder = stack.enter_context(launch_recorded(recording, job.world_size))
@@ -167,11 +166,9 @@ def run_script(job: ScriptJob) -> Ending:
         stack.callback(pool.close)
         kills = read_oom_kills()
         pool.start(rendezvous)
-        stop = pool.wait(signals, rendezvous)
+        stop = pool.wait(signals)
         killer = name_killer(kills, read_oom_kills())
         pool.end(signals, stop, killer)
-        if pool.is_nested:
-            return Ending(1, describe_nesting(job.world_size, job.program[-1]))
         return pool.describe_end(killer) if stop is None else pool.describe_stop(stop)
 
 
@@ -247,7 +244,6 @@ class _ScriptWorkerPool:
         self._server = server
         self._recorder = recorder
         self._variables = variables
-        self.is_nested = False
         self._workers: list[_ScriptWorker] = []
         self._sessions = Sessions()
         # A single worker uses the terminal directly, as without a launcher: it may read input and show a progress bar.
@@ -259,7 +255,7 @@ class _ScriptWorkerPool:
 
     def start(self, rendezvous: Rendezvous) -> None:
         folder = self._sessions.folder
-        run_id = f"lockstep-{uuid.uuid4().hex}"
+        run_id = f"{RUN_ID}{uuid.uuid4().hex}"
         for rank in range(self._job.world_size):
             settings = TorchrunSettings(
                 rank=rank,
@@ -299,33 +295,18 @@ class _ScriptWorkerPool:
         self._workers.append(_ScriptWorker(rank, process, tail))
         self._recorder.mark(EventKind.WORKER_STARTED, rank, process.pid, 0)
 
-    def wait(self, signals: SignalPipe, rendezvous: Rendezvous) -> Signals | None:
-        """Wait until all have ended, one has failed, or a termination signal has come; return that signal.
-
-        If the script starts its own workers, this returns with `is_nested` set, while workers still run.
-        """
+    def wait(self, signals: SignalPipe) -> Signals | None:
+        """Wait until all have ended, one has failed, or a termination signal has come; return that signal."""
         deadline = failed_at = math.inf
-        watch = NestingWatch()
-        looked_at = time.monotonic()
         while any(worker.exit_code is None for worker in self._workers):
             until = min(deadline, *(worker.held_until() for worker in self._workers))
             seconds = None if until == math.inf else max(until - time.monotonic(), 0)
-            is_watched = deadline == math.inf and rendezvous.is_served and not rendezvous.was_found.is_set()
-            if is_watched:
-                seconds = LOOK_SECONDS if seconds is None else min(seconds, LOOK_SECONDS)
             if (stop := signals.wait(seconds, self._server.report_descriptor)) is not None:
                 return stop
             self._collect_reports()
             self._collect_exits()
-            now = time.monotonic()
-            if is_watched and now - looked_at >= LOOK_SECONDS:
-                seen = look_at([worker.process.pid for worker in self._workers])
-                self.is_nested = watch.is_nested(seen, now - looked_at) and not rendezvous.was_found.is_set()
-                looked_at = now
-                if self.is_nested:
-                    break
             if failed := [worker for worker in self._workers if worker.has_failed()]:
-                failed_at = min(failed_at, now)
+                failed_at = min(failed_at, time.monotonic())
                 # Asked for again: what a worker wrote may come after its end.
                 deadline = failed_at + patience_after(failed, self._usual_patience(failed))
                 if time.monotonic() >= deadline:

@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore
 
 from lockstep.channel.client import Channel, ChannelClosedError
 from lockstep.channel.server import ChannelServer
-from lockstep.channel.table import LineReader, to_bytes, to_text
+from lockstep.channel.table import LineReader, Table, to_bytes, to_text
 from lockstep.comm.bootstrap.channel_store import ChannelStore
 from lockstep.comm.hosts import GroupMembers, find_hosts, host_identity
 from lockstep.comm.stored_values import Deadline
@@ -88,10 +88,18 @@ def test_several_values_are_one_request_and_wait_for_the_last(server: ChannelSer
     assert found == [[b"1", b"2"]]
 
 
-def test_ranks_that_are_all_there_need_few_requests_to_find_their_hosts() -> None:
+def test_ranks_that_are_all_there_need_few_requests_to_find_their_hosts(
+    server: ChannelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Each is a message to the launcher and back, while nobody trains: a lost worker once cost about twenty.
     requests: list[int] = []
-    server = ChannelServer(on_request=lambda: requests.append(1))
+    answer = Table.answer
+
+    def count(self: Table, worker: int, request: Message) -> Any:
+        requests.append(1)
+        return answer(self, worker, request)
+
+    monkeypatch.setattr(Table, "answer", count)
     stores = [store_of(server, rank) for rank in range(3)]
     deadline = Deadline.after(timedelta(seconds=20))
     members = GroupMembers(names=range(3))
@@ -99,7 +107,6 @@ def test_ranks_that_are_all_there_need_few_requests_to_find_their_hosts() -> Non
         stores[rank].set(f"host/{rank}", json.dumps([host_identity(), socket.gethostname()]))
     requests.clear()
     assert find_hosts(stores[0], 0, members, deadline).is_one_host
-    server.close()
     assert len(requests) <= 3
 
 
@@ -232,12 +239,13 @@ def test_settling_ends_while_a_worker_sends_without_an_end(server: ChannelServer
 
 
 @pytest.mark.parametrize("uses", ["settle", "take_reports", "check"])
-def test_after_an_error_of_the_serving_thread_nobody_waits(uses: str) -> None:
+def test_after_an_error_of_the_serving_thread_nobody_waits(uses: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The launcher waited for a thread that had ended, and the workers for its answers.
-    def fail() -> None:
+    def fail(_table: Table, _worker: int, _request: Message) -> None:
         raise AssertionError("a defect")
 
-    server = ChannelServer(on_request=fail)
+    monkeypatch.setattr(Table, "answer", fail)
+    server = ChannelServer()
     channel = connect(server, 0)
     with pytest.raises(ChannelClosedError):
         channel.request(None, "count")

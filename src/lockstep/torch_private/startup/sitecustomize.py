@@ -7,6 +7,8 @@ one, which no other process needs, nowhere.
 It lets the loading processes of torch's DataLoader leave signals for the whole job to the process that they load for.
 SIGTERM to every process ended them first, and their loss was an error before the script's handler could save.
 
+A process of the script that looks for another rendezvous than that of the launch gets an error.
+
 And it lets a worker whose main thread has raised say so: threads may keep the process from ending.
 
 It imports only the standard library, and nothing of torch before the script does. Then it runs the `sitecustomize` that
@@ -28,6 +30,13 @@ if TYPE_CHECKING:  # slow to import
 _LOOPBACK = {"localhost": ("127.0.0.1", "::1"), "127.0.0.1": ("127.0.0.1",), "::1": ("::1",)}
 _BACKLOG = 2048
 """As torch's own."""
+_NESTED = (
+    "This process was to meet others at an address that the script has chosen, where no process serves the rendezvous: "
+    "the script starts its own workers, as torch.multiprocessing.spawn does, but lockstep run has started it several "
+    "times. Start the script once, with `python {}` or with --workers 1; or let it call init_process_group in the "
+    "process that lockstep run starts, which has RANK and WORLD_SIZE."
+)
+"""Else all would wait for half an hour: they inherit TORCHELASTIC_USE_AGENT_STORE."""
 
 
 class _TorchWatch:
@@ -56,6 +65,8 @@ def _keep_off_the_network(rendezvous: ModuleType) -> None:
 
     def create_on_loopback(hostname, port, rank, world_size, timeout, use_libuv=True):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         """Do what torch's function does that this replaces, without a port that others on the network can reach."""
+        if rendezvous._torchelastic_use_agent_store() and _is_of_the_script(port):
+            raise RuntimeError(_NESTED.format(sys.argv[0]))
         is_served_here = rank == 0 and use_libuv and not rendezvous._torchelastic_use_agent_store()
         if is_served_here and world_size == 1 and hostname in _LOOPBACK:
             from torch.distributed import HashStore
@@ -77,6 +88,13 @@ def _keep_off_the_network(rendezvous: ModuleType) -> None:
         )
 
     rendezvous._create_c10d_store = create_on_loopback  # type: ignore[attr-defined]
+
+
+def _is_of_the_script(port: int) -> bool:
+    """Return whether `lockstep run` serves no store at this port, though it serves one for its workers."""
+    served = os.environ.get("LOCKSTEP_CHANNEL", "").rpartition(",")[2]
+    is_ours = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith("lockstep-")  # and not of a torchrun below it
+    return is_ours and served not in {"", str(port)}
 
 
 def _listen(hostname: str, port: int) -> "socket.socket | None":
