@@ -121,22 +121,25 @@ def plan_buckets(
 
 def _assign(specs: Sequence[ParameterSpec], limits: BucketLimits, order: Sequence[int]) -> list[list[int]]:
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     num_closed: dict[tuple[torch.dtype, torch.device], int] = {}
-    closed: list[list[int]] = []
+    filled: list[list[int]] = []
     for index in reversed(order):
-        if specs[index].is_sparse:
-            closed.append([index])
+        spec = specs[index]
+        if spec.is_sparse:
+            filled.append([index])
             continue
-        key = (specs[index].dtype, specs[index].device)
-        members = open_buckets.setdefault(key, [])
-        members.insert(0, index)
+        key = (spec.dtype, spec.device)
+        open_buckets.setdefault(key, []).append(index)
+        sizes[key] = sizes.get(key, 0) + spec.num_elements * spec.dtype.itemsize
         number = num_closed.get(key, 0)
-        if sum(specs[member].num_elements for member in members) * key[0].itemsize >= limits.limit_bytes(number):
-            closed.append(open_buckets.pop(key))
-            num_closed[key] = number + 1
-    # A bucket is sent when its last gradient is expected.
+        if sizes[key] >= limits.limit_bytes(number):
+            filled.append(open_buckets.pop(key))
+            sizes[key], num_closed[key] = 0, number + 1
+    # A bucket is sent when its last gradient is expected, which was the first to be put in.
     place = {index: number for number, index in enumerate(order)}
-    return sorted([*closed, *open_buckets.values()], key=lambda members: place[members[-1]])
+    members = sorted([*filled, *open_buckets.values()], key=lambda indices: place[indices[0]])
+    return [indices[::-1] for indices in members]
 
 
 def _lay_out(specs: Sequence[ParameterSpec], members: Sequence[int], *, has_counts: bool, align: bool) -> BucketPlan:

@@ -1,4 +1,7 @@
+from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +46,47 @@ def test_every_gradient_has_a_place_of_its_own(
         assert bucket.num_gradient_elements >= end
         trailer_length = 7 if bucket is buckets[-1] else 0
         assert bucket.num_elements == bucket.num_gradient_elements + len(bucket.slots) + trailer_length
+
+
+def plainly_grouped(specs: Sequence[ParameterSpec], limits: BucketLimits, order: Sequence[int]) -> list[list[int]]:
+    """Group gradients as `plan_buckets` is to, adding up the sizes of a bucket anew for each of them."""
+    open_buckets: dict[torch.dtype, list[int]] = {}
+    num_closed: dict[torch.dtype, int] = {}
+    closed: list[list[int]] = []
+    for index in reversed(order):
+        key = specs[index].dtype
+        members = open_buckets.setdefault(key, [])
+        members.insert(0, index)
+        number = num_closed.get(key, 0)
+        if sum(specs[member].num_elements for member in members) * key.itemsize >= limits.limit_bytes(number):
+            closed.append(open_buckets.pop(key))
+            num_closed[key] = number + 1
+    return sorted([*closed, *open_buckets.values()], key=lambda members: list(order).index(members[-1]))
+
+
+@given(parameters=SPECS, sizes=st.lists(st.integers(1, 30_000), min_size=1, max_size=3), random=st.randoms())
+def test_a_bucket_closes_with_the_gradient_that_fills_it(
+    parameters: list[tuple[int, torch.dtype]], sizes: list[int], random: Random
+) -> None:
+    specs = [spec(number, size, dtype) for number, (size, dtype) in enumerate(parameters)]
+    order = random.sample(range(len(specs)), len(specs))
+    limits = BucketLimits(sizes_bytes=tuple(sizes))
+    buckets = plan_buckets(specs, limits, order=order).buckets
+    assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == plainly_grouped(specs, limits, order)
+
+
+class CountedReads(list[ParameterSpec]):
+    num_reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_reads += 1
+        return super().__getitem__(index)
+
+
+def test_a_plan_of_many_small_gradients_reads_each_a_few_times() -> None:
+    specs = CountedReads(spec(number, 4) for number in range(2000))  # all in one bucket, where it was quadratic
+    assert len(plan_buckets(specs, BucketLimits()).buckets) == 1
+    assert specs.num_reads < 10 * len(specs)
 
 
 def test_buckets_travel_in_reverse_order_with_a_small_last_one() -> None:
