@@ -148,17 +148,23 @@ class CheckedProcessGroup(ProcessGroup):
         """Compare one call of the table's, then make it (collective)."""
         call = collective.read(arguments, keywords)
         refuse_one_output_twice(call)
+        number = self._events.take_number()
         if not self._compares:
             return self._forward(collective.methods[0], call.arguments)
         description = collective.describe(call, self._names)
         compare = self._comparer.compare_calls if self._comparer.waits else self._comparer.publish_call
-        event = self._events.begin(self._events.take_number(), description, call.outputs)
+        event = self._events.begin(number, description, call.outputs)
         return self._compare_then(
             compare, description, lambda: self._forward(collective.methods[0], call.arguments, event)
         )
 
     def compare_calls(self, call: bytes) -> None:
+        self._events.take_number()
         self._compare_then(self._comparer.compare_calls, call, lambda: None)
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many calls were made; the name is torch's."""
+        return self._events.num_calls
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Return when every rank has reached it; with Gloo rank 0 names the ranks that have not (collective)."""

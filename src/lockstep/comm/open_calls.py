@@ -12,7 +12,6 @@ So when the launcher announces a loss, the thread that reads the channel ends th
                                                       4 `renew`, then makes the group of the next generation
 """
 
-import itertools
 import queue
 import threading
 import time
@@ -232,9 +231,15 @@ class CallEvents:
     def __init__(self, names: Sequence[int]) -> None:
         self._recorder = own_recorder()
         is_default = [*names] == [*range(len(names))]
-        self._group = 0 if is_default else zlib.crc32(repr([*names]).encode()) & 0xFFFF | 1
-        self.take_number = itertools.count(self._group << GROUP_SHIFT).__next__
-        """Returns the number of the next call; called in the order of the calls."""
+        group = 0 if is_default else zlib.crc32(repr([*names]).encode()) & 0xFFFF | 1
+        self._first = group << GROUP_SHIFT
+        self.num_calls = 0
+
+    def take_number(self) -> int:
+        """Return the number of the next call; called in the order of the calls."""
+        number = self._first + self.num_calls
+        self.num_calls += 1
+        return number
 
     def begin(self, number: int, call: bytes, tensors: Sequence[Tensor]) -> int:
         recorder = self._recorder

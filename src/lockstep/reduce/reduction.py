@@ -171,8 +171,9 @@ class HookReduction:
     the hooks of two buckets at work, it would depend on the moment which rank makes which call first.
 
     [Note: a hook that fails] If a hook raises an error on one rank, the others wait in the calls of theirs. As a rule a
-    hook makes one all-reduce of the bucket. So if it has made no call, that one is made in its place. The result is not
-    used, because all ranks raise an error at the end of this backward.
+    hook makes one all-reduce of the bucket. So if it has made no call, that one is made in its place; not for a hook
+    that has made none before, and calls another group. The result is not used, because all ranks raise an error at the
+    end of this backward.
     """
 
     scale = 1.0
@@ -182,6 +183,7 @@ class HookReduction:
     def __init__(self, hook: CommHook, world: World) -> None:
         self._hook = hook
         self._world = world
+        self._calls_group = True
 
     def all_reduce(self, bucket: Bucket, *, index: int, is_last: bool, waits: bool) -> Finish:  # noqa: ARG002
         """Call the hook, and raise what it raises (collective). [Note: a hook that fails]."""
@@ -192,9 +194,10 @@ class HookReduction:
             except GroupError:
                 raise
             except Exception:
-                if count_calls(self._world.group) == num_calls:
+                if count_calls(self._world.group) == num_calls and self._calls_group:
                     start_all_reduce(bucket.gradients, self._world.group, waits=True)
                 raise
+        self._calls_group = num_calls < 0 or count_calls(self._world.group) != num_calls
         return lambda: bucket.take(result_of(future))
 
     def reduce_scatter(self, bucket: Bucket, *, index: int, is_last: bool) -> Finish:

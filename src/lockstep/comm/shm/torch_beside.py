@@ -185,6 +185,8 @@ class TorchCalls:
             self._runner.check_usable()
             if self._compares:
                 self._runner.compare(collective.describe(call, self._names))
+            else:
+                self._runner.count_call()
             return self._watch(self._backends.call(tensor.device, method, call.arguments), call.name)
         if method != "allreduce" or tensor.layout is not torch.sparse_coo:
             check_dense(call.name, tensor)  # Gloo would refuse it too, but only when the others wait

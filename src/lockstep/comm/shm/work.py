@@ -426,6 +426,14 @@ class CallRunner:
             return self._work_queue.put(run, tensors)
         return self._work_queue.run(run, tensors)
 
+    @property
+    def num_calls(self) -> int:
+        return self._events.num_calls
+
+    def count_call(self) -> None:
+        """Count a call that shared memory has no part in."""
+        self._events.take_number()
+
     def compare(self, call: bytes) -> None:
         """Return when every rank has made this call, which carries nothing."""
         self.start(call, lambda: self._exchange.compare_calls(call), [], is_async=False).wait()
