@@ -26,7 +26,9 @@ class here can be made from one string.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 
 def counted(number: int, noun: str) -> str:
@@ -86,6 +88,9 @@ class GroupError(LockstepError):
 
 class CollectiveMismatchError(GroupError):
     """Ranks of a group make different calls, or the same call with different arguments."""
+
+    calls: Mapping[int, bytes] = MappingProxyType({})
+    """The call of each rank, by its number in the default group, as far as it is known."""
 
 
 class CollectiveTimeoutError(GroupError):

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from lockstep.errors import CollectiveMismatchError
 
+LAYOUT_MARK: Final = ", tensors: "
+"""Before the description of tensors that travel as bytes."""
 LONGEST_CALL = 1000
 """Bytes of the longest description."""
 _PURPOSE: Final = ContextVar("what the calls of this thread are for", default="")
@@ -28,7 +30,20 @@ def calls_for(purpose: str) -> Iterator[None]:
 
     It is the same on every rank: they compare it.
     """
-    before = _PURPOSE.set(purpose)
+    with _described(f" for {purpose}" if purpose else ""):
+        yield
+
+
+@contextmanager
+def calls_of(layout: str) -> Iterator[None]:
+    """Add a description of tensors that travel as bytes to those of the calls within."""
+    with _described(f"{_PURPOSE.get()}{LAYOUT_MARK}{layout}"):
+        yield
+
+
+@contextmanager
+def _described(further: str) -> Iterator[None]:
+    before = _PURPOSE.set(further)
     try:
         yield
     finally:
@@ -43,12 +58,16 @@ def describe_call(operation: str, tensors: tuple[tuple[torch.dtype, torch.Size],
 @lru_cache(maxsize=4096)
 def _describe(operation: str, tensors: tuple[tuple[torch.dtype, torch.Size], ...], detail: str, purpose: str) -> bytes:
     parts = [detail] if detail else []
-    parts += [f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in tensors]
-    text = f"{operation}({', '.join(parts)}){' for ' if purpose else ''}{purpose}".encode()
+    parts += [describe_kind(dtype, shape) for dtype, shape in tensors]
+    text = f"{operation}({', '.join(parts)}){purpose}".encode()
     if len(text) > LONGEST_CALL:
         digest = hashlib.sha256(text).hexdigest()[:16]
         text = text[: LONGEST_CALL - 60] + f"... {len(tensors)} tensors, digest {digest})".encode()
     return text
+
+
+def describe_kind(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def pack_text(text: bytes) -> Tensor:
@@ -72,10 +91,12 @@ def explain_mismatch(
         line = lines.get(rank)
         ranks.setdefault(f"{call.decode(errors='replace')}{f' at {line}' if line else ''}", []).append(rank)
     said = "; ".join(f"{_name_ranks(who)} {call}" for call, who in ranks.items())
-    return CollectiveMismatchError(
+    error = CollectiveMismatchError(
         f"The ranks of the group do not make the same call: {said}. Every rank must make the same calls in the same "
         "order, with tensors of the same shape and dtype. Nothing was exchanged. (LS201)"
     )
+    error.calls = dict(calls)
+    return error
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

@@ -170,3 +170,13 @@ def _tensors(parts: Iterable[dict[str, Tensor | None]]) -> Iterator[Tensor]:
 def unique_buffers(parts: Iterable[dict[str, Tensor | None]]) -> list[Tensor]:
     """Return every buffer that is there once, in the order of their names."""
     return list({id(buffer): buffer for buffer in _tensors(parts)}.values())
+
+
+def name_buffers(parts: Iterable[dict[str, Tensor | None]]) -> list[str]:
+    """Return a name for each of `unique_buffers`, with the number of its module."""
+    names: dict[int, str] = {}
+    for number, part in enumerate(parts):
+        for name, buffer in part.items():
+            if buffer is not None:
+                names.setdefault(id(buffer), f"{name} of module {number}")
+    return list(names.values())

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm import World, broadcast_tensors, calls_for
+from lockstep.comm import TensorLayout, World, broadcast_tensors, calls_for
 from lockstep.devices.transfer import is_asynchronous
 from lockstep.engine.batches import gather_results
 from lockstep.engine.buffer_snapshot import (
@@ -34,6 +34,7 @@ from lockstep.engine.buffer_snapshot import (
     buffer_parts,
     copy_each,
     describe_buffers,
+    name_buffers,
     unique_buffers,
     without_repeats,
 )
@@ -56,6 +57,7 @@ class ShardZeroBuffers:
         self._before.record()  # a step that fails before `begin` takes part in the message too
         self._shard_0 = BufferSnapshot(self._parts, prefers_flat=prefers_flat)
         self._message = FlatMemory()
+        self._layout: TensorLayout | None = None
         self._is_recorded = False
         self._has_several = False
         self._has_copy_of_shard_0 = False
@@ -101,24 +103,28 @@ class ShardZeroBuffers:
         """
         if not self._is_sent or not self._before.live:
             return _do_nothing
-        self._message.fit(self._before.live)
+        assert self._world.group is not None
+        if self._message.fit(self._before.live) or self._layout is None:
+            named = zip(name_buffers(self._before.names), self._before.live, strict=True)
+            self._layout = TensorLayout(named, self._world.group)
+        layout = self._layout
         if self._world.rank == 0:
             try:
                 if not self.has_new_layout():
                     copy_each(self._message.values, self._values_of_shard_0())
             except Exception as error:  # noqa: BLE001 - raised when this rank fills in its step table
                 self._send_error = error
-        assert self._world.group is not None
-        with calls_for(_PURPOSE):
+        with calls_for(_PURPOSE), layout.compared():
             works = [
                 dist.broadcast(flat, group=self._world.group, group_src=0, async_op=True)
                 for flat in self._message.flat_by_device.values()
             ]
 
         def wait() -> None:
-            for work in works:
-                if work is not None:
-                    work.wait()
+            with layout.compared():
+                for work in works:
+                    if work is not None:
+                        work.wait()
 
         return wait
 
@@ -144,7 +150,7 @@ class ShardZeroBuffers:
 
         gather_results(self._world, allocate, _PURPOSE)
         if unique := unique_buffers(found):
-            broadcast_tensors(list(map(without_repeats, unique)), self._world.group)
+            broadcast_tensors(zip(name_buffers(found), map(without_repeats, unique), strict=True), self._world.group)
         self._new = found  # this rank may have to finish the step when the next call has failed on it alone
         with calls_for(_PURPOSE):
             self._world.gather_objects(None)  # a rank that returns from this knows that all ranks have received them

@@ -21,10 +21,11 @@ class FlatMemory:
         self.flat_by_device: dict[torch.device, Tensor] = {}
         self.values: list[Tensor] = []
 
-    def fit(self, tensors: Sequence[Tensor]) -> None:
+    def fit(self, tensors: Sequence[Tensor]) -> bool:
+        """Make room for tensors like these; return whether they are others than before."""
         specs = [(tensor.device, tensor.dtype, tensor.shape) for tensor in tensors]
         if specs == self._specs:
-            return
+            return False
         self._specs = specs
         offsets, totals = [], dict.fromkeys((device for device, _, _ in specs), 0)
         for tensor in tensors:
@@ -38,3 +39,4 @@ class FlatMemory:
             self.flat_by_device[tensor.device][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for start, tensor in zip(offsets, tensors, strict=True)
         ]
+        return True

@@ -95,7 +95,7 @@ class StepEngine:
             check_same_arguments(descriptions)
             check_fingerprints(state.fingerprint(), world)
             if world.group is not None:
-                broadcast_tensors(list(map(without_repeats, trained.tensors())), world.group)
+                broadcast_tensors(((name, without_repeats(each)) for name, each in trained.tensors()), world.group)
         self.world = world
         self.phase = StepPhase.IDLE
         self._recorder = own_recorder()

@@ -5,7 +5,7 @@ And `LoadedKeys`, for checkpoints of which nothing was loaded.
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import chain
 from operator import is_
@@ -14,7 +14,7 @@ from typing import Any, Final, final
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lockstep.comm import World, broadcast_tensors, calls_for, start_broadcast
+from lockstep.comm import TensorBroadcast, World, broadcast_tensors, calls_for
 from lockstep.processes.user_line import CodeLine, stacklevel_of_user, user_line
 from lockstep.reduce import Reducer, TrainedModel
 from lockstep.torch_private.modules import buffer_registry, module_registry
@@ -35,21 +35,21 @@ class BufferBroadcast:
 
     def __init__(self, world: World, reducer: Reducer | None) -> None:
         self.source = 0
-        self._world = world
+        self._broadcast = None if world.group is None else TensorBroadcast(world.group)
         self._reducer = reducer
 
-    def broadcast(self, buffers: Sequence[Tensor]) -> None:
+    def broadcast(self, buffers: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite the buffers, before a forward (collective)."""
-        assert self._world.group is not None
+        assert self._broadcast is not None
         waiting = nullcontext() if self._reducer is None else self._reducer.waiting_for("buffers before a forward")
         with waiting, calls_for(BUFFERS_BEFORE_FORWARD):
-            broadcast_tensors(buffers, self._world.group, self.source)
+            self._broadcast.start(buffers, self.source, waits=True)
 
-    def start(self, buffers: Sequence[Tensor]) -> Callable[[], None]:
+    def start(self, buffers: Iterable[tuple[str, Tensor]]) -> Callable[[], None]:
         """Begin to overwrite the buffers, beside the gradients; return what waits for it (collective)."""
-        assert self._world.group is not None
+        assert self._broadcast is not None
         with calls_for(BUFFERS_AFTER_BACKWARD):
-            return start_broadcast(buffers, self._world.group, self.source)
+            return self._broadcast.start(buffers, self.source)
 
 
 @final
@@ -86,8 +86,7 @@ class ModuleBuffers:
 
 def broadcast_model(model: TrainedModel, group: ProcessGroup, source: int, *, with_buffers: bool) -> None:
     """Overwrite the parameters of a model, and its buffers if asked, with those of rank `source` (collective)."""
-    left_out = set() if with_buffers else {id(buffer) for _, buffer in model.buffers()}
-    broadcast_tensors([tensor for tensor in model.tensors() if id(tensor) not in left_out], group, source)
+    broadcast_tensors([*model.parameters(), *(model.buffers() if with_buffers else ())], group, source)
 
 
 def buffers_go_before_forward(wrapper: object) -> bool:

@@ -327,7 +327,7 @@ class DistributedDataParallel(TorchNames):
         hook = getattr(self, "buffer_hook", None)
         if hook is None:
             self._sync.buffers.source = authoritative_rank
-            self._sync.buffers.broadcast(self.modules_buffers)
+            self._sync.buffers.broadcast(self.named_module_buffers.items())
             return
         futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
         if futures is not None and self.reducer is not None:
@@ -340,7 +340,7 @@ class DistributedDataParallel(TorchNames):
         """
         if not self.will_sync_module_buffers() or getattr(self, "buffer_hook", None) is not None:
             return send_no_buffers
-        return self._sync.buffers.start(self.modules_buffers)
+        return self._sync.buffers.start(self.named_module_buffers.items())
 
     # -- What synchronises, and how ------------------------------------------------------------------------------------
 
@@ -501,17 +501,14 @@ class ModuleSync:
         self._reducer.finish_interrupted()
         self.begin_forward(module)
         if module.training and torch.is_grad_enabled():
-            buffers = self.list_buffers() if self._syncs_buffers else []
+            buffers = self.named_buffers() if self._syncs_buffers else {}
             if buffers and self._reducer.watch.synchronizes:
                 self.buffers.source = 0  # the wrapper may have left that of a `join`
-                self.buffers.broadcast(buffers)
+                self.buffers.broadcast(buffers.items())
             self._reducer.times.begin_forward()
 
     def named_buffers(self) -> dict[str, Tensor]:
         return self._within.named()
-
-    def list_buffers(self) -> list[Tensor]:
-        return list(self.named_buffers().values())
 
     def begin_forward(self, module: nn.Module) -> None:
         self._loaded.warn()
@@ -520,9 +517,9 @@ class ModuleSync:
 
     def start_buffers(self) -> Callable[[], None]:
         """Begin to send the buffers beside the gradients; return what ends it (collective)."""
-        buffers = self.list_buffers() if self._syncs_buffers else []
+        buffers = self.named_buffers() if self._syncs_buffers else {}
         self.buffers.source = 0
-        return self.buffers.start(buffers)
+        return self.buffers.start(buffers.items())
 
     def after_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._reducer is not None and torch.is_grad_enabled():

@@ -68,7 +68,7 @@ class DelayedParameters:
     def broadcast(self) -> None:
         """Overwrite the parameters with rank 0's (collective)."""
         assert self._world.group is not None
-        broadcast_tensors([each.detach() for each in self._parameters], self._world.group)
+        broadcast_tensors(zip(self._names, self._parameters, strict=True), self._world.group)
 
     def prepare(self) -> None:
         """Let `.grad` of each parameter lie in the buffer; called before its backward."""

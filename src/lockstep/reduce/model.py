@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lockstep.comm import World
 from lockstep.errors import ParameterMismatchError
 from lockstep.reduce.plan import ParameterSpec
+from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private.modules import module_registry, parameter_registry
 
 _CHANGEABLE = attrgetter("requires_grad", "dtype", "device", "shape")
@@ -109,9 +110,9 @@ class TrainedModel:
         """Return the named parameters that are not ignored, trainable or not."""
         return list(self._named())
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return all parameters and buffers that are not ignored, trainable or not."""
-        return [tensor for _, tensor in [*self._named(), *self.buffers()]]
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return all named parameters and buffers that are not ignored, trainable or not."""
+        return [*self._named(), *self.buffers()]
 
     def frozen(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, parameter) for name, parameter in self._named() if not parameter.requires_grad]
@@ -178,8 +179,8 @@ def check_same_model(
 
 def check_same_values(parameters: Sequence[TrainedParameter], world: World) -> None:
     """Compare the values of parameters that were added after rank 0's were broadcast at construction (collective)."""
-    digests = {each.spec.name: hashlib.sha256(_bytes(each.parameter)).hexdigest() for each in parameters}
-    expected, *others = world.gather_objects(digests)
+    numbers = {each.spec.name: int(sum_of_bits([each.parameter])) for each in parameters}
+    expected, *others = world.gather_objects(numbers)
     for rank, found in enumerate(others, start=1):
         for name in {**expected, **found}:
             if name not in expected or name not in found:
@@ -194,12 +195,6 @@ def check_same_values(parameters: Sequence[TrainedParameter], world: World) -> N
                     "are not those on rank 0. Call torch.manual_seed with the same seed on every rank before "
                     "making it, or make it before wrapping. (LS305)"
                 )
-
-
-def _bytes(parameter: Tensor) -> bytes:
-    flat = parameter.detach().cpu().contiguous().reshape(-1)
-    values: bytes = flat.view(torch.uint8).numpy().tobytes()
-    return values
 
 
 def _describe(model: TrainedModel, *, with_buffers: bool) -> dict[str, list[str]]:
