@@ -6,19 +6,24 @@ And scripts without a mistake, which are not warned of. All run on two ranks, on
 import copy
 import gc
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.process.ranks import RankPool, join_default_group
+import torch.distributed as dist
+from tests.process.ranks import CPU, Rank, RankPool, Ranks, join_default_group
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import lockstep as ls
+from lockstep.comm import broadcast_tensors
 from lockstep.errors import LockstepError
 
 Call = Callable[[], object]
@@ -617,3 +622,345 @@ def test_ranks_may_be_let_differ(pool: RankPool) -> None:
 def clips_and_does_not_compare(rank: int) -> None:
     script = Script(rank, compare=False)
     script.train(change=lambda: nn.utils.clip_grad_norm_(script.model.parameters(), 0.01 * (1 + rank)))
+
+
+# -- What each rank sends, on either backend ---------------------------------------------------------------------------
+
+
+class Buffered(nn.Module):
+    """A layer with buffers of these names; they are given, and may be other tensors on each rank."""
+
+    def __init__(self, buffers: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs)
+
+
+def floats(*sizes: int) -> dict[str, Tensor]:
+    return {f"queue_{number}": torch.full((size,), float(number)) for number, size in enumerate(sizes)}
+
+
+UNLIKE_BUFFERS: dict[str, tuple[dict[str, Tensor], dict[str, Tensor], tuple[str, str]]] = {
+    "another length, the same bytes": (floats(3), floats(4), ("queue_0 float32 [3]", "queue_0 float32 [4]")),
+    "two that make up for each other": (floats(3, 5), floats(5, 3), ("queue_0 float32 [3]", "queue_0 float32 [5]")),
+    "another dtype": (
+        {"bank": torch.ones(4, dtype=torch.int32)},
+        {"bank": torch.ones(4)},
+        ("bank int32 [4]", "bank float32 [4]"),
+    ),
+    "truth values and bytes": (
+        {"mask": torch.ones(4, dtype=torch.bool)},
+        {"mask": torch.ones(4, dtype=torch.uint8)},
+        ("mask bool [4]", "mask uint8 [4]"),
+    ),
+    "complex and real": (
+        {"phase": torch.ones(2, dtype=torch.complex64)},
+        {"phase": torch.ones(2, dtype=torch.float64)},
+        ("phase complex64 [2]", "phase float64 [2]"),
+    ),
+    "a scalar and a vector of one": (
+        {"count": torch.tensor(1.0)},
+        {"count": torch.ones(1)},
+        ("count float32 []", "count float32 [1]"),
+    ),
+    "another name": ({"mean": torch.ones(2)}, {"center": torch.ones(2)}, ("mean float32 [2]", "center float32 [2]")),
+    "another order": (
+        {"mean": torch.ones(2), "scale": torch.ones(2)},
+        {"scale": torch.ones(2), "mean": torch.ones(2)},
+        ("mean float32 [2]", "scale float32 [2]"),
+    ),
+    "another count": (floats(2, 1), floats(2), ("queue_1 float32 [1]", "nothing")),
+    "a transposed one": (
+        {"table": torch.ones(2, 3)},
+        {"table": torch.ones(3, 2)},
+        ("table float32 [2, 3]", "table float32 [3, 2]"),
+    ),
+    "one of a hundred": (
+        floats(*[3] * 100),
+        floats(*[3] * 71, 4, *[3] * 28),
+        ("queue_71 float32 [3]", "queue_71 float32 [4]"),
+    ),
+}
+
+
+def has_unlike_buffers(rank: int, which: str, *, is_late: bool) -> None:
+    first, second, _ = UNLIKE_BUFFERS[which]
+    own = first if rank == 0 else second
+    model = Buffered(first if is_late else own)
+    wrapped = ls.DistributedDataParallel(model, init_sync=is_late)
+    for step in range(3):
+        if is_late and step == 1:
+            for name in first:
+                delattr(model, name)
+            for name, value in own.items():
+                model.register_buffer(name, value.clone())
+        wrapped(rows(rank, step)).square().mean().backward()
+
+
+def has_buffers_of_all_kinds(rank: int) -> list[list[Any]]:
+    torch.manual_seed(rank)
+    model = Buffered(
+        {
+            "transposed": torch.randn(2, 3).T,
+            "part": torch.randn(8)[::2],
+            "scalar": torch.randn(()),
+            "mask": torch.randn(5) > 0,
+            "phase": torch.randn(3, dtype=torch.complex64).conj(),
+            "empty": torch.zeros(0),
+            "brief": torch.randn(3).bfloat16(),
+        }
+    )
+    wrapped = ls.DistributedDataParallel(model)
+    for step in range(3):
+        if step == 1:
+            model.part = torch.full((9,), float(rank))  # on all ranks alike
+        if rank == 1:
+            model.scalar.add_(1.0)
+        wrapped(rows(rank, step)).square().mean().backward()
+    return [buffer.tolist() for buffer in model.buffers()]
+
+
+def spoilt(gradient: Tensor, value: float) -> Tensor:
+    """Return a gradient of which one number, in the middle, is not finite."""
+    odd = gradient.clone()
+    odd.view(-1)[odd.numel() // 2 + 3] = value
+    return odd
+
+
+def mean_on_all(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def has_a_nan_in_a_large_gradient(rank: int, kind: str, nonfinite: Any = "stop") -> list[float]:
+    torch.manual_seed(0)
+    width = 90 if kind == "in one of many" else 700
+    layers = [nn.Linear(width, width) for _ in range(60 if kind == "in one of many" else 2)]
+    dtype = torch.float64 if kind == "in double precision" else torch.float32
+    net = nn.Sequential(*layers, nn.Linear(width, 1)).to(dtype)
+    model: Any = ls.DistributedDataParallel(
+        net, nonfinite=nonfinite, skip_all_reduce_unused_params=kind == "in a bucket that is sent late"
+    )
+    if kind == "under a communication hook":
+        model.register_comm_hook(None, mean_on_all)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    value = -math.inf if kind == "infinite" else math.nan
+    for step in range(4):
+        if step == 2 and rank == 1:
+            layers[len(layers) // 2].weight.register_hook(lambda gradient: spoilt(gradient, value))
+        optimizer.zero_grad(set_to_none=kind != "added in place")
+        inputs = torch.randn(2, width, dtype=dtype)
+        (model(inputs) if kind != "in a bucket that is sent late" or step else net[-1](inputs)).sum().backward()
+        optimizer.step()
+    return [parameter.sum().item() for parameter in model.parameters()]
+
+
+NAN_KINDS = (
+    *("plain", "infinite", "added in place", "in one of many", "in double precision"),
+    *("under a communication hook", "in a bucket that is sent late"),
+)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.idle = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor, *, uses_both: bool) -> Tensor:
+        return self.used(inputs) + self.idle(inputs) if uses_both else self.used(inputs)
+
+
+def skips_beside_an_earlier_gradient(rank: int) -> list[list[float]]:
+    model: Any = ls.DistributedDataParallel(TwoLayers())
+    model(rows(rank, 0), uses_both=True).mean().backward()
+    idle = model.module.idle.weight.grad.clone()
+    model.module.used.zero_grad()
+    loss = model(rows(rank, 1), uses_both=False).mean()
+    if rank == 1:
+        model.skip_backward()
+    else:
+        loss.backward()
+    assert torch.equal(model.module.idle.weight.grad, idle)
+    alone = TwoLayers()
+    alone(rows(0, 1), uses_both=False).mean().backward()
+    assert torch.equal(model.module.used.weight.grad, alone.used.weight.grad)
+    return [parameter.grad.flatten().tolist() for parameter in model.parameters()]
+
+
+def has_a_hook_that_fails(rank: int, *, after_its_call: bool, has_own_group: bool) -> tuple[list[str], list[float]]:
+    group = dist.new_group() if has_own_group else dist.group.WORLD
+    model: Any = ls.DistributedDataParallel(net(), bucket_cap_mb_list=[1e-5])
+    step = 0
+
+    def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        fails = rank == 1 and step == 1 and bucket.index() == 1
+        if fails and not after_its_call:
+            raise ValueError("only here")
+        work = dist.all_reduce(bucket.buffer().div_(2), group=group, async_op=True)
+        assert work is not None
+        if fails:
+            work.wait()
+            raise ValueError("only here")
+        return work.get_future().then(lambda future: future.value()[0])
+
+    model.register_comm_hook(None, hook)
+    outcomes = []
+    for step in range(4):
+        model.zero_grad()
+        try:
+            model(rows(rank, step)).square().mean().backward()
+            outcomes.append("")
+        except (ls.ReductionError, ValueError) as error:
+            outcomes.append(str(error))
+    return outcomes, [parameter.grad.sum().item() for parameter in model.parameters()]
+
+
+def fails_in_the_middle_of_an_accumulation(rank: int) -> list[int]:
+    script = Script(rank)
+    counts = []
+    for script.step in range(NUM_STEPS):
+        script.optimizer.zero_grad()
+        with script.model.no_sync():
+            script.forward().backward()
+        counts.append(script.model.reducer.watch.num_local_backwards)
+        handle = script.model.module[0].weight.register_hook(fail if script.is_odd else lambda gradient: gradient)
+        try:
+            script.forward().backward()
+        except (ValueError, ls.ReductionError):
+            continue
+        finally:
+            handle.remove()
+        script.optimizer.step()
+    return counts
+
+
+def fail(_gradient: Tensor) -> None:
+    raise ValueError("in backward")
+
+
+def join_gloo(rank: Rank) -> ls.Run:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    ls.init_process_group("gloo", store=rank.store(), rank=rank.number, world_size=rank.size)
+    return ls.Run(rank=rank.number, world_size=rank.size, local_rank=rank.number, device=CPU)
+
+
+@pytest.fixture(scope="module")
+def gloo_pool() -> Iterator[RankPool]:
+    with RankPool(2, join_gloo) as started:
+        yield started
+
+
+def run_once(run: ls.Run, script: Callable[..., Any], options: dict[str, Any]) -> tuple[str, list[str], Any]:
+    """Run a script as the last one on its ranks, if its error makes their group useless."""
+    found = run_script(run, script, options)
+    if "LS201" in found[0]:
+        ls.destroy_process_group()
+    return found
+
+
+@pytest.fixture
+def run_on(pool: RankPool, gloo_pool: RankPool, request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """Runs a script on the ranks of a backend."""
+    return partial((gloo_pool if request.param == "gloo" else pool).run, run_once)
+
+
+BACKENDS = pytest.mark.parametrize("run_on", ["shm", "gloo"], indirect=True)
+RunOn = Callable[..., list[Any]]
+
+
+ON_GLOO = [("another dtype", True), ("one of a hundred", False), ("another count", True)]
+"""Some, for after the error the ranks must be started anew."""
+
+
+@pytest.mark.parametrize(
+    ("run_on", "which", "is_late"),
+    [
+        *(("shm", which, is_late) for which in UNLIKE_BUFFERS for is_late in (False, True)),
+        *(("gloo", which, is_late) for which, is_late in ON_GLOO),
+    ],
+    indirect=["run_on"],
+)
+def test_buffers_that_differ_are_an_error_that_names_one(run_on: RunOn, which: str, is_late: bool) -> None:
+    options = {"which": which, "is_late": is_late}
+    for error, _, _ in run_on(has_unlike_buffers, options):
+        for part in UNLIKE_BUFFERS[which][2]:
+            assert part in error
+
+
+def broadcasts_on_a_group_of_torch(rank: Rank) -> list[str]:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=rank.store(), rank=rank.number, world_size=rank.size)
+    assert dist.group.WORLD is not None
+    outcomes = []
+    for first, second in (((3, 4), (3, 4)), ((3,), (4,)), ((2,) * 90, ((2,) * 89 + (1,)))):
+        named = floats(*(first if rank.number == 0 else second)).items()
+        try:
+            broadcast_tensors(named, dist.group.WORLD)
+            outcomes.append("")
+        except ls.CollectiveMismatchError as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+def test_who_receives_other_tensors_raises_on_a_group_that_compares_no_calls(tmp_path: Path) -> None:
+    with Ranks(tmp_path, 2, broadcasts_on_a_group_of_torch) as ranks:
+        first, (fine, other_length, other_last) = ranks.results()
+    assert first == ["", "", ""]
+    assert fine == ""
+    assert "tensor 0: queue_0 float32 [3] on rank 0, queue_0 float32 [4] on rank 1. " in other_length
+    assert "tensor 89: queue_89 float32 [2] on rank 0, queue_89 float32 [1] on rank 1. " in other_last
+
+
+@BACKENDS
+def test_buffers_of_all_kinds_are_those_of_rank_0(run_on: RunOn) -> None:
+    (error, _, first), (_, _, second) = run_on(has_buffers_of_all_kinds, {})
+    assert error == ""
+    assert repr(first) == repr(second)
+
+
+@pytest.mark.parametrize("kind", NAN_KINDS)
+@BACKENDS
+def test_one_nan_in_a_large_gradient_is_an_error_on_all_ranks(run_on: RunOn, kind: str) -> None:
+    found = run_on(has_a_nan_in_a_large_gradient, {"kind": kind})
+    number = 30 if kind == "in one of many" else 1
+    for error, _, _ in found:
+        assert f"LossError: In backward 3 the gradient of {number}.weight on rank 1 was not finite" in error
+    options = {"kind": kind, "nonfinite": "skip"}
+    (error, _, first), (_, _, second) = run_on(has_a_nan_in_a_large_gradient, options)
+    assert error == ""
+    assert first == second
+    assert all(map(math.isfinite, first))
+
+
+@BACKENDS
+def test_a_skipped_backward_leaves_gradients_alone_that_no_rank_used(run_on: RunOn) -> None:
+    (error, _, first), (_, _, second) = run_on(skips_beside_an_earlier_gradient, {})
+    assert error == ""
+    assert first == second
+
+
+@pytest.mark.parametrize("has_own_group", [False, True])
+@pytest.mark.parametrize("after_its_call", [False, True])
+@BACKENDS
+def test_a_hook_that_fails_on_one_rank_leaves_the_ranks_in_step(
+    run_on: RunOn, after_its_call: bool, has_own_group: bool
+) -> None:
+    if has_own_group and not after_its_call:
+        pytest.skip("The other ranks wait in a group that this wrapper does not know.")
+    options = {"after_its_call": after_its_call, "has_own_group": has_own_group}
+    found = [result for _, _, result in run_on(has_a_hook_that_fails, options)]
+    (first, gradients), (second, others) = found
+    assert [bool(outcome) for outcome in first] == [bool(outcome) for outcome in second] == [False, True, False, False]
+    assert second[1] == "only here"
+    assert gradients == others
+
+
+def test_a_failed_backward_ends_the_accumulation_on_all_ranks(pool: RankPool) -> None:
+    for error, warned, counts in pool.run(run_script, fails_in_the_middle_of_an_accumulation, {}):
+        assert (error, warned, counts) == ("", [], [1] * NUM_STEPS)

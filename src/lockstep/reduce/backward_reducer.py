@@ -113,8 +113,10 @@ class BackwardReducer:
             status = self.schedule.complete(own)
             self.num_reductions += 1
             if self.schedule.failure is None:
+                num_full = self._world.world_size - len(status.empty)
+                factor = self._world.world_size / num_full if num_full else 1.0  # a mean over those that had a backward
                 for bucket, counts in zip(self.buckets, self.schedule.used_counts, strict=True):
-                    bucket.write_back(counts)
+                    bucket.write_back(counts, factor)
             self.plan.learn_order()
             if self.schedule.failure is not None:
                 raise self.schedule.failure  # no local name for it: its traceback holds this frame
@@ -122,9 +124,7 @@ class BackwardReducer:
             error.add_note(f"This rank had reduced the gradients of {self.num_reductions} backwards before.")
             raise
         finally:
-            self.forget()
-            self.watch.forget_local()
-            self.watch.stop_synchronizing()
+            self._forget_reduced()
         self.failed_on_all = True
         self._follow_status(status)
         self.failed_on_all = False
@@ -137,8 +137,15 @@ class BackwardReducer:
             self.schedule.complete(RankStatus(has_failed=True))
             self.plan.learn_order()
         finally:
-            self.forget()
-            self.watch.stop_synchronizing()
+            self._forget_reduced()
+
+    def _forget_reduced(self) -> None:
+        """Forget a backward that was reduced, or has failed, with all that was accumulated before it."""
+        self.forget()
+        for slot in self.plan.slots:
+            slot.is_unsynced = False
+        self.watch.forget_local()
+        self.watch.stop_synchronizing()
 
     def forget(self) -> None:
         if not self.watch.has_arrived:

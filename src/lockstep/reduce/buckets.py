@@ -1,5 +1,6 @@
 """The buckets of a model at work: their buffers, the places that become `.grad`, and what has arrived."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from lockstep.comm import allocate_buffer
 from lockstep.errors import ReductionError
 from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.partials import Gradients, Partials, add_each, add_zero
-from lockstep.reduce.plan import BucketPlan, ReductionPlan
+from lockstep.reduce.plan import ALIGNMENT_BYTES, BucketPlan, ReductionPlan
 from lockstep.reduce.slot import BackwardStreams, Slot, make_streams, make_view
 from lockstep.reduce.status import read_numbers
+from lockstep.reduce.tensor_bits import is_finite, multiply
 from lockstep.torch_private.modules import (
     REFERENCES_OF_ONE_HOLDER,
     foreach_copy_,
@@ -32,8 +34,9 @@ _GRADIENT = attrgetter("grad")
 _PLACE = attrgetter("place")
 _IS_SPARSE = attrgetter("is_sparse")
 _HAS_ARRIVED = attrgetter("has_arrived")
-_IS_SCALED = attrgetter("is_scaled")
 _LIES_IN_BUCKET = attrgetter("lies_in_bucket")
+_GAP_ELEMENTS = ALIGNMENT_BYTES - 1
+"""There are fewer elements, all zero, between two gradients that follow each other."""
 
 
 @final
@@ -80,6 +83,8 @@ class DenseBucket:
         self._num_holders = 0
         self._addresses = [slot.place.data_ptr() for slot in self.slots]
         self._elsewhere: list[Slot] = []
+        self._total: float | None = None
+        """The sum of the gradients that the message holds, where they were multiplied; None elsewhere."""
         self.absent: list[int] = []
         self.unused: list[int] = []
         self.num_pending = len(self.slots)
@@ -121,12 +126,34 @@ class DenseBucket:
         for index in self.absent:
             self.slots[index].fill_absent()
         self.count_used()
+        self._total = None
         if scale == 1.0:
             return
-        if not any(map(_IS_SCALED, self.slots)):
+        scaled = [slot.total for slot in self.slots if slot.is_scaled]
+        if self._gradients.is_cpu:
+            parts = self._unscaled_parts() if scaled else [self._gradients]
+            self._total = sum(scaled) + sum(multiply(part, scale, part) for part in parts)
+        elif not scaled:
             self._gradients.mul_(scale)
         elif unscaled := [slot.place for slot in self.slots if not slot.is_scaled]:
             foreach_mul_(unscaled, scale)
+
+    def _unscaled_parts(self) -> list[Tensor]:
+        """Return the parts of the message with gradients that are not scaled yet, as few as there can be."""
+        parts: list[tuple[int, int]] = []
+        for slot, start in zip(self.slots, self._offsets, strict=True):
+            if slot.is_scaled:
+                continue
+            begins_part = not parts or parts[-1][1] + _GAP_ELEMENTS < start
+            first = start if begins_part else parts.pop()[0]
+            parts.append((first, start + slot.flat.numel()))
+        return [self._gradients[start:stop] for start, stop in parts]
+
+    def name_nonfinite(self) -> str:
+        """Return the name of a gradient in the message, on the CPU, that is not finite; empty if all are (local)."""
+        if math.isfinite(self._total) if self._total is not None else is_finite(self._gradients):
+            return ""
+        return next((slot.name for slot in self.slots if not is_finite(slot.place)), "")
 
     def prepare_nothing(self) -> None:
         """Make a message of zeros ready, for a backward that has failed here.
@@ -188,8 +215,14 @@ class DenseBucket:
         if result is not self._gradients:
             self._gradients.copy_(result.reshape(-1))
 
-    def write_back(self, counts: Sequence[float]) -> None:
-        """Give each parameter its reduced gradient; `counts`, how many ranks had each, is read for absent ones."""
+    def write_back(self, counts: Sequence[float], factor: float = 1.0) -> None:
+        """Give each parameter its reduced gradient times `factor`; one that no rank had stays as it was.
+
+        `counts`, how many ranks had each gradient, is read for absent ones.
+        """
+        if factor != 1.0:
+            unused = {index for index in self.absent if not counts[index]}
+            foreach_mul_([slot.place for index, slot in enumerate(self.slots) if index not in unused], factor)
         for index in self.absent:
             self.slots[index].write_back(counts[index])
         for slot in self.slots:
@@ -362,6 +395,9 @@ class SparseBucket:
         self._message = _nothing(slot.parameter) if gradient is None else gradient.detach().coalesce() * scale
         self.count_used()
 
+    def name_nonfinite(self) -> str:
+        return "" if is_finite(self._message) else self.slots[0].name
+
     def prepare_nothing(self) -> None:
         self._message = _nothing(self.slots[0].parameter)
         self.count_nothing()
@@ -384,10 +420,11 @@ class SparseBucket:
     def take(self, result: Tensor) -> None:
         self._message = result
 
-    def write_back(self, counts: Sequence[float]) -> None:
+    def write_back(self, counts: Sequence[float], factor: float = 1.0) -> None:
         (slot,) = self.slots
         if slot.fits and (not self.absent or counts[0] > 0):
-            slot.parameter.grad = self._message.coalesce()
+            reduced = self._message.coalesce()
+            slot.parameter.grad = reduced if factor == 1.0 else reduced * factor
         slot.is_unsynced = False
 
     def reset(self) -> None:

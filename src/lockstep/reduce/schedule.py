@@ -80,6 +80,7 @@ class BucketSchedule:
         self._recorder = own_recorder()
         self._texts: dict[int, int] = {}
         self._used: set[int] = set()
+        self._prepared: set[int] = set()
         self._sends_nothing = False
         self._is_cut_off = False
         self._counts: list[Sequence[float]] = []
@@ -166,6 +167,7 @@ class BucketSchedule:
         self.failure = None
         self._next = 0
         self._finishes.clear()
+        self._prepared.clear()
         self._counts = []
         self._sends_nothing = self._is_cut_off = False
         self._finish_besides = _do_nothing
@@ -192,10 +194,13 @@ class BucketSchedule:
             self._send_prepared(index)
 
     def _count_unsent(self) -> None:
-        """Write the used-parameter counts of buckets that may be sent late. [Note: unused buckets]."""
+        """Count what buckets hold that may be sent late, and prepare those that are: the status says if that fails."""
         for index in set(range(self._next)) - self._finishes.keys():
             bucket = self._bucket_set.buckets[index]
             self._run_local(bucket.count_nothing if self._sends_nothing else bucket.count_used)
+            if len(bucket.unused) < len(bucket.slots):
+                self._prepare(index)
+                self._prepared.add(index)
 
     def _prepare(self, index: int) -> None:
         """Make a message ready. [Note: a whole backward]: a gradient that does not fit must not stop the messages."""
@@ -322,7 +327,8 @@ class BucketSchedule:
         now = {index for index, numbers in enumerate(counts) if any(numbers)}
         for index in sorted(now - self._used):
             total = buckets[index].used_counts.clone()
-            self._prepare(index)
+            if index not in self._prepared:
+                self._prepare(index)
             self._send_prepared(index)
             buckets[index].used_counts.copy_(total)
         self._wait()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ReductionError
 from lockstep.reduce.plan import ParameterSpec
+from lockstep.reduce.tensor_bits import multiply
 from lockstep.torch_private.modules import REFERENCES_OF_ONE_HOLDER
 
 _SMALL_ELEMENTS = 1 << 14
@@ -42,6 +43,7 @@ class Slot:
         "parameter",
         "place",
         "takes_sparse",
+        "total",
     )
 
     def __init__(
@@ -59,6 +61,7 @@ class Slot:
         self.has_arrived = False
         self.is_unsynced = False
         self.is_scaled = False
+        self.total = 0.0
         self.kept: Tensor | None = None
 
     def use_bucket(self) -> None:
@@ -98,6 +101,8 @@ class Slot:
     def take(self, scale: float) -> None:
         """Put a gradient that has just been accumulated in its place, times `scale` if that costs nothing.
 
+        Then `total` is the sum of what is there. [Note: sums for finite checks] in `lockstep.reduce.tensor_bits`.
+
         `is` is the right test for a gradient that is there already: accumulation adds in place, and while the place is
         held here, `.grad` hands out the same Python object.
         """
@@ -108,7 +113,10 @@ class Slot:
             self.adopt()
             return
         self.keep_held()
-        torch.mul(gradient, scale, out=self.place)
+        if self.place.is_cpu:
+            self.total = multiply(gradient, scale, self.place)
+        else:
+            torch.mul(gradient, scale, out=self.place)
         self.parameter.grad = self.place
         self.is_scaled = True
 

@@ -1,91 +1,194 @@
-"""Numbers for the bits of tensors, of all or of so few that it costs next to nothing, and checks for finite ones.
+"""Numbers for the bits of tensors, and sums that show whether all their numbers are finite.
 
-A sum only reads gradients, and is finite only if all of them are. One that is not finite does not prove that a gradient
-is not, for sums of large numbers overflow. So the caller must then check each gradient, and nothing depends on what was
-summed with what.
+[Note: one hash] Everything that compares tensors by a number takes `sum_of_bits`. It depends on each bit, on the place
+of each element, and on dtypes and shapes; not on the device, on strides, or on the number of threads, because sums of
+whole numbers that wrap are exact in any order:
+
+    words    w[0], w[1], ...       the elements as whole numbers of 32 bits, those of 8 bytes as two
+    blocks   s[j] = sum of w[k] * weight[k] over the words of block j          modulo 2**64
+    number   sum of mix(s[j]) * weight[j] over all blocks, plus a number for the layout
+
+Weights have 64 random bits and words have 32, so that the sign of a number, its highest bit, is still in the upper half
+of the product. Read are the upper bits of the sum: its lower ones do not depend on the upper ones of the words.
+
+[Note: sums for finite checks] A sum is finite only if all numbers are. One that is not finite does not prove that a
+number is not, for sums of large numbers overflow. So the caller must then look at each number, and nothing depends on
+what was summed with what. Where gradients are multiplied anyway, the sum costs next to nothing if it is that of a part
+which is still in the processor's cache (`multiply`).
 """
 
-import ctypes
+import hashlib
 import math
-import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.torch_private.modules import flatten_dense
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BITS_SUMMED_AS = {**_INTEGERS, 8: torch.int32}
-"""As what elements are summed. A sum of 64-bit numbers would lose their highest bits: sign and exponent."""
-_EXACT_BITS = 52
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_WORD_BYTES = 4
+_BLOCK_WORDS = 1 << 15
+_ROWS_ON_DEVICE = 128
+"""So many blocks are one operation on a device; on the CPU one is, which stays in the cache."""
+_KEPT_BITS = 52
 """Bits of a whole number that the step table's float64 holds exactly."""
 _GLANCE_BYTES = 1 << 20
 """Up to so many bytes a glance sees all of a tensor."""
 _GLANCE_ELEMENTS = 1 << 14
 """Of a larger tensor a glance sees about so many elements."""
-_COPIED_BYTES = 1 << 15
-"""Tensors up to this size are read without an operation of torch, which takes longer the first time in a step."""
 _SMALL_ELEMENTS = 1 << 14
 """Tensors below are put together first: a call of its own would take longer than the copying."""
+_CHUNK_ELEMENTS = 1 << 17
+"""So many elements per thread stay in the processor's cache between two operations."""
+Whole = TypeVar("Whole", int, Tensor)
 _NUMBERS_SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """What sums of these are kept in, which would overflow soon."""
 
 
 @torch.no_grad()
 def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the sum of the tensors' elements, taken as whole numbers: exact in any order, on any device (local)."""
-    total: Tensor | None = None
-    for number, tensor in enumerate(tensors, start=1):
-        real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach()
-        words = real.reshape(-1) if real.element_size() == 8 else real  # noqa: PLR2004 - bytes of float64
-        bits = words.view(_BITS_SUMMED_AS[real.element_size()]).sum(dtype=torch.int64)
-        total = bits if total is None else total + bits.to(total.device) * (2 * number + 1)
-    assert total is not None
-    return total & (1 << _EXACT_BITS) - 1
+    """Return a number for tensors in their order, without waiting for a device (local). [Note: one hash]."""
+    return _number(list(tensors), ())
 
 
-@torch.no_grad()
-def glance_at_bits(tensor: Tensor) -> int:
-    """Return a number for the bits of a tensor, which sees all of a small one and a part of a large one (local).
+def glance_at_bits(*tensors: Tensor) -> int:
+    """Return a number for the bits of tensors, which sees all of small ones and a part of large ones (local).
 
-    On an asynchronous device this waits for it. Equal tensors have equal numbers where they are laid out alike.
+    On an asynchronous device this waits for it.
     """
-    seen = _glance(tensor.detach())
-    if seen.is_contiguous() and seen.nbytes % 8 == 0 and seen.storage_offset() * seen.element_size() % 8 == 0:
-        return int(seen.reshape(-1).view(torch.int64).sum())  # wraps, so it is exact, and far faster than to widen
-    real = torch.view_as_real(seen) if seen.is_complex() else seen
-    return int(real.view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64))
+    with torch.no_grad():
+        # The whole shape counts, whatever is seen of it.
+        return int(_number(list(map(_glance, tensors)), tuple([each.shape for each in tensors])))
 
 
-def glance_at_memory(tensor: Tensor) -> int:
-    """Return a number for the bits of a tensor with storage of its own, as `glance_at_bits` does (local).
+def _number(tensors: Sequence[Tensor], further: tuple[torch.Size, ...]) -> Tensor:
+    tensors = [part for each in tensors for part in _strided_parts(each)]
+    layout = _number_layout(tuple([(each.dtype, each.shape) for each in tensors]), further)
+    flats: list[Tensor] = []
+    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        real = _as_real(tensor)
+        if real.numel() < _SMALL_ELEMENTS:
+            small.setdefault((real.dtype, real.device), []).append(real)
+        else:
+            flats.append(real.reshape(-1))
+    flats += [flatten_dense(alike) for alike in small.values()]
+    if not flats:
+        return torch.tensor(_upper_bits(layout), device="cpu")
+    home = flats[0].device
+    blocks = torch.cat([_sum_blocks(_as_words(flat)).to(home) for flat in flats])
+    # As many as for the words of a block, which are there, if that is enough.
+    weights = _weights(max(_BLOCK_WORDS, 1 << blocks.numel().bit_length()), home)[: blocks.numel()]
+    return _upper_bits(((blocks ^ blocks >> 32) * weights).sum() + layout)
 
-    Of a small one on the CPU the bytes are read where they lie: for what is looked at in each step.
-    """
-    is_plain = tensor.nbytes <= _COPIED_BYTES and tensor.is_cpu and tensor.layout is torch.strided
-    address = tensor.data_ptr() if is_plain and tensor.is_contiguous() else 0
-    if not address:  # also of memory that was given back
-        return glance_at_bits(tensor)
-    return zlib.crc32(ctypes.string_at(address, tensor.nbytes))
+
+def _upper_bits(number: Whole) -> Whole:
+    return number >> 64 - _KEPT_BITS & (1 << _KEPT_BITS) - 1
 
 
-def glance_is_finite(tensor: Tensor) -> bool:
-    """Return whether the sum of a tensor that needs no gradient, or of a part of a large one, is finite (local).
+@lru_cache(maxsize=1024)
+def _number_layout(layout: object, further: object) -> int:
+    digest = hashlib.blake2b(repr((layout, further)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
-    On an asynchronous device this waits for it. A sum may overflow where each number is finite.
-    """
-    seen = _glance(tensor)
-    real = torch.view_as_real(seen) if seen.is_complex() else seen
-    total = float(real.sum() if real.element_size() >= 4 else real.sum(dtype=torch.float32))  # noqa: PLR2004 - half
-    return total - total == 0.0
+
+def _strided_parts(tensor: Tensor) -> Sequence[Tensor]:
+    if not tensor.is_sparse:
+        return (tensor,)
+    whole = tensor.coalesce()
+    return whole.indices(), whole.values()
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.resolve_neg()
+
+
+def _as_words(flat: Tensor) -> Tensor:
+    """Return a flat tensor as whole numbers; which ones depends on its dtype and length alone."""
+    flat = flat.contiguous()
+    if flat.nbytes % _WORD_BYTES or not flat.nbytes:
+        return flat.view(_WORDS[flat.element_size()])
+    if flat.storage_offset() * flat.element_size() % _WORD_BYTES:
+        flat = flat.clone()
+    return flat.view(torch.int32)
+
+
+def _sum_blocks(words: Tensor) -> Tensor:
+    weights = _weights(_BLOCK_WORDS, words.device)
+    num_full = words.numel() // _BLOCK_WORDS * _BLOCK_WORDS
+    sums: list[Tensor] = []
+    if num_full:
+        rows = words[:num_full].view(-1, _BLOCK_WORDS)
+        at_once = min(len(rows), 1 if words.is_cpu else _ROWS_ON_DEVICE)
+        room = torch.empty(at_once, _BLOCK_WORDS, dtype=torch.int64, device=words.device)
+        for some in rows.split(at_once):
+            wide = room[: len(some)].copy_(some)
+            sums.append(wide.mul_(weights).sum(1))
+    if num_full < words.numel():
+        rest = words[num_full:]
+        sums.append((rest * weights[: rest.numel()]).sum().reshape(1))
+    return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.int64, device=words.device)
+
+
+def _weights(number: int, device: torch.device) -> Tensor:
+    """Return the first weights; not kept on a device, for another stream would use them before they are there."""
+    return _weights_of_cpu(number) if device.type == "cpu" else _make_weights(number, device)
+
+
+@cache
+def _weights_of_cpu(number: int) -> Tensor:
+    return _make_weights(number, torch.device("cpu"))
+
+
+def _make_weights(number: int, device: torch.device) -> Tensor:
+    """Return the first outputs of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    found = torch.arange(1, number + 1, device=device) * _signed(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        found = (found ^ (found >> shift & (1 << 64 - shift) - 1)) * _signed(factor)
+    return found ^ (found >> 31 & (1 << 33) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
 
 
 def _glance(tensor: Tensor) -> Tensor:
-    if tensor.nbytes <= _GLANCE_BYTES:
+    if tensor.is_sparse or tensor.nbytes <= _GLANCE_BYTES:
         return tensor
     # An odd step, so that it does not fall on one column of a matrix again and again.
     return tensor.reshape(-1)[:: tensor.numel() // _GLANCE_ELEMENTS | 1]
+
+
+@torch.no_grad()
+def multiply(source: Tensor, scale: float, out: Tensor) -> float:
+    """Write `source` times `scale` to `out`, of one shape and perhaps one memory; return the sum of the result (local).
+
+    [Note: sums for finite checks] Both are on the CPU.
+    """
+    if source.stride() != out.stride() or not torch.ops.aten.is_non_overlapping_and_dense(out):
+        return float(_sum(_as_real(torch.mul(source, scale, out=out))))
+    total = 0.0
+    length = _CHUNK_ELEMENTS * torch.get_num_threads()
+    for before, after in zip(_in_memory(source).split(length), _in_memory(out).split(length), strict=True):
+        torch.mul(before, scale, out=after)
+        total += float(_sum(_as_real(after)))
+    return total
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense tensor in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+@torch.no_grad()
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all numbers of a tensor on the CPU are finite (local)."""
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return math.isfinite(float(_sum(_as_real(values)))) or bool(values.isfinite().all())
 
 
 @torch.no_grad()
@@ -94,7 +197,7 @@ def sum_for_finite_check(tensors: Iterable[Tensor], device: torch.device) -> Ten
     total = torch.zeros((), dtype=torch.float64, device=device)
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        real = _as_real(tensor)
         if real.numel() < _SMALL_ELEMENTS:
             small.setdefault((real.dtype, real.device), []).append(real)
         else:
@@ -110,7 +213,7 @@ def largest_magnitude(tensors: Iterable[Tensor], device: torch.device) -> Tensor
 
     For a device that must not be waited for: nobody can look at each gradient there (local).
     """
-    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    real = list(map(_as_real, tensors))
     full = [tensor for tensor in real if tensor.numel()]
     return nn.utils.get_total_norm(full, math.inf).to(device) if full else torch.zeros((), device=device)
 

@@ -1,11 +1,22 @@
 """Numbers for the bits of tensors: what they must tell apart."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
-from lockstep.reduce.tensor_bits import glance_at_memory, glance_is_finite, sum_of_bits
+from lockstep.reduce.tensor_bits import glance_at_bits, is_finite, multiply, sum_of_bits
+
+ALL_DTYPES = [
+    *(torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+]
+
+
+def number_of(*tensors: Tensor) -> int:
+    return int(sum_of_bits(tensors))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128, torch.complex64])
@@ -23,28 +34,135 @@ def test_the_number_does_not_depend_on_how_a_tensor_is_laid_out() -> None:
     assert third == fourth
 
 
+def swap(values: Tensor, here: int, there: int) -> Tensor:
+    other = values.clone()
+    other[[here, there]] = values[[there, here]]
+    return other
+
+
+def flip_signs(values: Tensor, *places: int) -> Tensor:
+    other = values.clone()
+    other[[*places]] *= -1
+    return other
+
+
+MOVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "the rows of a matrix in another order": lambda values: values.view(-1, 512).flip(0).reshape(-1),
+    "the columns": lambda values: values.view(-1, 512).flip(1).reshape(-1),
+    "two rows swapped": lambda values: torch.cat([values[512:1024], values[:512], values[1024:]]),
+    "blocks of the hash swapped": lambda values: torch.cat(
+        [values[1 << 15 : 1 << 16], values[: 1 << 15], values[65536:]]
+    ),
+    "moved by one": lambda values: values.roll(1),
+    "two neighbours swapped": lambda values: swap(values, 6, 7),
+    "two far ones swapped": lambda values: swap(values, 3, 3 + (1 << 16)),
+    "two signs": lambda values: flip_signs(values, 4, 5),
+    "two signs that are far apart": lambda values: flip_signs(values, 0, 1 << 15),
+    "signs at the corners of a square": lambda values: flip_signs(values, 0, 512, 1024, 1536),
+    "all signs": lambda values: -values,
+    "two that add up to the same": lambda values: values + torch.eye(2, 90_112)[0] - torch.eye(2, 90_112)[1],
+}
+
+
+@pytest.mark.parametrize("what", MOVED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_the_number_depends_on_the_place_of_each_element(what: str, dtype: torch.dtype) -> None:
+    values = (1.0 + torch.arange(90_112) % 7).to(dtype)  # exact in each dtype, with the same bits in many places
+    assert number_of(values) == number_of(values.clone()) != number_of(MOVED[what](values).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("size", [2, 5, 1 << 15, (1 << 15) + 3])
+def test_a_flip_of_any_one_bit_changes_the_number(dtype: torch.dtype, size: int) -> None:
+    values = torch.ones(size, dtype=dtype)
+    found = {number_of(values)}
+    for byte in (0, values.nbytes - 1):
+        for bit in range(1 if dtype is torch.bool else 8):
+            other = values.clone()
+            other.view(torch.uint8)[byte] ^= 1 << bit
+            found.add(number_of(other))
+    assert len(found) == (3 if dtype is torch.bool else 17)
+
+
+def test_the_number_depends_on_dtype_and_shape_and_order() -> None:
+    zeros = [torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, 1), torch.zeros(4, dtype=torch.int32), torch.zeros(5)]
+    zeros += [torch.zeros(()), torch.zeros(0), torch.zeros(0, 3), torch.zeros(2, dtype=torch.complex64)]
+    assert len({number_of(each) for each in zeros}) == len({glance_at_bits(each) for each in zeros}) == len(zeros)
+    first, second = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    assert len({number_of(first, second), number_of(second, first), number_of(torch.cat([first, second]))}) == 3
+
+
+def test_not_a_number_has_a_number_of_its_own() -> None:
+    quiet, other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32).split(1)
+    assert number_of(quiet) != number_of(other)
+    assert number_of(quiet) == number_of(quiet.clone())
+    assert number_of(torch.tensor([0.0])) != number_of(torch.tensor([-0.0]))
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_the_number_is_the_same_on_any_number_of_threads_and_at_any_place_in_memory(dtype: torch.dtype) -> None:
+    values = torch.randint(0, 2, (70_001,), generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = number_of(values)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert number_of(values) == expected
+    finally:
+        torch.set_num_threads(before)
+    room = torch.zeros(70_002, dtype=dtype)
+    room[1:] = values
+    assert number_of(room[1:]) == number_of(torch.stack([values, values], 1)[:, 1]) == expected
+
+
+def test_the_number_is_pinned() -> None:
+    """Ranks of one job, and runs that are compared, may be on other devices."""
+    assert number_of(torch.arange(100_000, dtype=torch.float32), torch.ones(3, dtype=torch.float64)) == 100182250379261
+
+
 @pytest.mark.parametrize("size", [1, 7, 5000, 300_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_a_glance_tells_tensors_apart_by_one_element(size: int, dtype: torch.dtype) -> None:
     values = torch.ones(size, dtype=dtype)
     other = values.clone()
     other[0] = -1
-    assert glance_at_memory(values) == glance_at_memory(values.clone()) != glance_at_memory(other)
+    assert glance_at_bits(values) == glance_at_bits(values.clone()) != glance_at_bits(other)
 
 
 def test_a_glance_sees_what_lies_apart_or_nowhere() -> None:
     wide = torch.arange(12.0).reshape(3, 4)
     columns = wide[:, 1:3]
-    before = glance_at_memory(columns)
+    before = glance_at_bits(columns)
     wide[2, 2] = 50
-    assert glance_at_memory(columns) != before
-    assert glance_at_memory(wide[:, :0]) == 0
+    assert glance_at_bits(columns) != before
+    assert glance_at_bits(wide[:, :0]) != glance_at_bits(wide[:0])
+
+
+def test_a_sparse_tensor_has_the_number_of_its_entries() -> None:
+    first, second = (torch.eye(3).roll(turn, 0).to_sparse() for turn in (0, 1))
+    assert number_of(first) == number_of(first.clone()) != number_of(second)
+    assert glance_at_bits(first) != glance_at_bits(second)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_a_glance_finds_what_is_not_finite(dtype: torch.dtype, bad: float) -> None:
+def test_one_number_that_is_not_finite_is_found(dtype: torch.dtype, bad: float) -> None:
     values = torch.full((1000,), 100.0, dtype=dtype)
-    assert glance_is_finite(values)
+    assert is_finite(values)
+    assert is_finite(torch.full((4,), torch.finfo(dtype).max, dtype=dtype))  # their sum is not
     values[-1] = bad
-    assert not glance_is_finite(values)
+    assert not is_finite(values)
+    assert not is_finite(values.to_sparse())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (300_001,)])
+def test_multiplying_in_parts_gives_the_same_bits_and_a_sum_of_all(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for source in (values, values.mT if len(shape) > 1 else values):
+        out = torch.empty_like(source)
+        assert math.isfinite(multiply(source, 1 / 3, out))
+        assert torch.equal(out, source * (1 / 3))
+        if source.numel():
+            out.as_strided((1,), (1,)).fill_(math.nan)
+            assert math.isnan(multiply(out, 0.5, out))

@@ -83,11 +83,11 @@ class SameDataWarning:
         tensors = [
             value for value in values if type(value) is Tensor and value.device.type == "cpu" and value.numel() > 0
         ]
-        self._inputs = _shorten(hash(tuple(map(glance_at_bits, tensors)))) if tensors else 0
+        self._inputs = _shorten(glance_at_bits(*tensors)) if tensors else 0
 
     def note_gradients(self, bucket: Bucket) -> None:
         """Note the gradients of a bucket before they are reduced (local)."""
-        if not bucket.message.is_sparse:
+        if not bucket.message.is_sparse and bool(bucket.gradients.any()):  # those of all ranks may be zero
             self._gradients = _shorten(glance_at_bits(bucket.gradients))
 
     def take_numbers(self) -> tuple[int, int]:

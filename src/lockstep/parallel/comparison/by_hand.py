@@ -47,7 +47,8 @@ class HandAveraging:
         if number >= _NUM_FIRST and number % _NUM_BETWEEN:
             return True
         gradients = [each.grad for each in parameters]
-        own = hash(tuple(0 if each is None or each.is_sparse else glance_at_bits(each) for each in gradients))
+        there = [each for each in gradients if each is not None]
+        own = hash((glance_at_bits(*there), *(each is None for each in gradients)))
         self._store.set(f"{number}/{self._world.rank}", f"{own}")
         keys = [f"{number}/{rank}" for rank in range(self._world.world_size)]
         deadline = time.monotonic() + _WAIT_SECONDS

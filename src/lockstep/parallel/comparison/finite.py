@@ -18,7 +18,7 @@ from lockstep.errors import LossError
 from lockstep.processes.user_line import user_line
 from lockstep.reduce import GroupStatus
 from lockstep.reduce.buckets import Bucket
-from lockstep.reduce.tensor_bits import glance_is_finite
+from lockstep.reduce.tensor_bits import is_finite
 
 _LOGGER = logging.getLogger("lockstep")
 
@@ -65,9 +65,7 @@ class FiniteGradients:
         self._names = names
 
     def look_at(self, bucket: Bucket) -> None:
-        if self._own or bucket.message.is_sparse or glance_is_finite(bucket.message):
-            return
-        odd = next((slot.name for slot in bucket.slots if not _is_finite(slot.parameter)), "")
+        odd = "" if self._own else bucket.name_nonfinite()
         if odd in self._names:
             self._own = 1 + self._names.index(odd)
 
@@ -81,7 +79,7 @@ class FiniteGradients:
     def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         if not self._found or getattr(optimizer, "found_inf", None) is not None:
             return  # a fused optimizer is given what a GradScaler has found
-        if all(map(_is_finite, parameters)):
+        if all(is_finite(each.grad) for each in parameters if each.grad is not None):
             return
         if self._skips:
             _LOGGER.warning("%s, so that optimizer step changes nothing. (LS312)", self._found)
@@ -98,10 +96,6 @@ class FiniteGradients:
         while self._hidden:
             parameter, gradient = self._hidden.pop()
             parameter.grad = gradient  # type: ignore[assignment]
-
-
-def _is_finite(parameter: nn.Parameter) -> bool:
-    return parameter.grad is None or parameter.grad.is_sparse or bool(parameter.grad.isfinite().all())
 
 
 def describe_nonfinite(status: GroupStatus, names: Sequence[str], backward: int) -> str:

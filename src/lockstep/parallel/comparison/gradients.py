@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.reduce import Reducer
 from lockstep.reduce.buckets import Bucket
-from lockstep.reduce.tensor_bits import glance_at_bits, glance_at_memory
+from lockstep.reduce.tensor_bits import glance_at_bits
 from lockstep.torch_private.modules import version_of
 
 _NUM_SEEN = 8
@@ -60,11 +60,10 @@ class StepGradients:
         if not was_written and sum(message.nbytes for message in messages) > _SMALL_BYTES:
             return 0
         moved = [
-            0 if parameter.grad is None else glance_at_bits(parameter.grad)
-            for (parameter, key, _), (_, before, _) in zip(now, self._seen, strict=True)
-            if key != before and not (parameter.grad is not None and parameter.grad.is_sparse)
+            parameter.grad for (parameter, key, _), (_, before, _) in zip(now, self._seen, strict=True) if key != before
         ]
-        return hash((*map(glance_at_memory, messages), *moved))
+        there = [each for each in moved if each is not None]
+        return hash((glance_at_bits(*messages, *there), *(each is None for each in moved)))
 
     def are_kept(self) -> bool:
         """Return whether `.grad` holds what the last reduction or step has left (local)."""

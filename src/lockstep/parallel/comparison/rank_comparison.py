@@ -203,7 +203,7 @@ class RankComparison:
             steps.outside.compare([each.outside for each in records])
             if steps.compares_replicas:
                 self._values.compare([each.values for each in records])
-        self._skipped.correct_mean(status)
+        self._skipped.refuse_nothing_of_all(status)
         steps.finite.note(status, reducer.num_reductions)
         self._batches.look_at(status)
         self._same_data.look_at(status)

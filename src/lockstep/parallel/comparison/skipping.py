@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ReductionError
 from lockstep.reduce import GroupStatus, Reducer
-from lockstep.torch_private.modules import foreach_mul_
 
 
 @final
@@ -58,22 +57,13 @@ class SkippedBatches:
         for parameter, gradient in held:
             parameter.grad = gradient
 
-    def correct_mean(self, status: GroupStatus) -> None:
-        """Make a mean over all ranks one over those that had a backward (local; on every rank)."""
-        if not status.empty:
-            return
-        num_ranks = len(status.comparisons)
-        num_full = num_ranks - len(status.empty)
-        if num_full == 0:
+    def refuse_nothing_of_all(self, status: GroupStatus) -> None:
+        if len(status.empty) == len(status.comparisons):
             raise ReductionError(
                 "All ranks took part in a reduction with nothing. If a batch has several forwards before its backward, "
                 'on_skip="zeros" cannot see which of them was skipped: call model.skip_backward() on the rank that '
                 "skips. A batch that all ranks skip needs no call. (LS318)"
             )
-        reducer = self._reducer()
-        slots = () if reducer is None else (slot for bucket in reducer.buckets for slot in bucket.slots)
-        gradients = [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]
-        foreach_mul_([gradient.detach() for gradient in gradients], num_ranks / num_full)
 
 
 def _detach_gradients(reducer: Reducer) -> list[tuple[nn.Parameter, Tensor | None]]:

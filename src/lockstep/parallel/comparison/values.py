@@ -21,7 +21,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from lockstep.reduce.tensor_bits import glance_at_memory, sum_of_bits
+from lockstep.reduce.tensor_bits import glance_at_bits, sum_of_bits
 from lockstep.torch_private.modules import version_of
 
 _NUM_FIRST = 4
@@ -54,7 +54,8 @@ class ReplicaValues:
         self._number = 0
         self._wants_all = False
         self._all: Values | None = None
-        self._seen: Sequence[tuple[nn.Parameter, int | None, int]] = ()
+        self._places: Sequence[tuple[nn.Parameter, int | None]] = ()
+        self._seen = 0
         self.look()
 
     def look(self) -> None:
@@ -122,9 +123,10 @@ class ReplicaValues:
             places = ((each, None) for each in self._parameters)
         elif self._may_read and self._parameters:
             places = self._window(turn)
-        self._seen = [(parameter, part, _glance(parameter, part)) for parameter, part in places]
+        self._places = list(places)
+        self._seen = self._glance()
         sums = () if self._all is None else self._all.values()
-        self._number = hash((*(number for _, _, number in self._seen), *(bits for bits, _ in sums)))
+        self._number = hash((self._seen, *(bits for bits, _ in sums)))
 
     def _window(self, turn: int) -> Iterable[tuple[nn.Parameter, int]]:
         number = len(self._parameters)
@@ -132,7 +134,10 @@ class ReplicaValues:
             yield self._parameters[place % number], place // number
 
     def _has_moved(self) -> bool:
-        return self.was_written() or any(_glance(parameter, part) != seen for parameter, part, seen in self._seen)
+        return self.was_written() or self._glance() != self._seen
+
+    def _glance(self) -> int:
+        return glance_at_bits(*(_some_rows(parameter, part) for parameter, part in self._places))
 
     def _sum_up(self) -> Values:
         return {name: (int(sum_of_bits([each])), float(each.detach().sum())) for name, each in self._named}
@@ -141,10 +146,10 @@ class ReplicaValues:
         return sum(map(version_of, self._parameters))
 
 
-def _glance(tensor: Tensor, part: int | None) -> int:
-    """Return a number for a tensor, or for some of its rows, others for each part."""
+def _some_rows(tensor: Tensor, part: int | None) -> Tensor:
+    """Return a tensor, or some of its rows, others for each part."""
     if part is None or tensor.numel() <= _WINDOW_ELEMENTS or tensor.dim() == 0:
-        return glance_at_memory(tensor)
+        return tensor
     num_rows = max(1, _WINDOW_ELEMENTS * tensor.size(0) // tensor.numel())
     first = part * num_rows % tensor.size(0)
-    return glance_at_memory(torch.Tensor.narrow(tensor.detach(), 0, first, min(num_rows, tensor.size(0) - first)))
+    return torch.Tensor.narrow(tensor.detach(), 0, first, min(num_rows, tensor.size(0) - first))
