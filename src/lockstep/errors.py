@@ -41,6 +41,11 @@ def clause(message: object) -> str:
     return re.sub(r"\.?((?: \(LS\d{3}\))*)$", r"\1", str(message))
 
 
+def without_code(message: object) -> str:
+    """Return a message without the codes at its end, to say more after it and end with another one."""
+    return re.sub(r"(?: \(LS\d{3}\))+$", "", str(message))
+
+
 def describe_exception(error: BaseException) -> str:
     """Return its class and its text, for a message; also where the text cannot be made, or is not to be encoded."""
     try:

@@ -29,6 +29,7 @@ from lockstep.checkpoint.header import (
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
 from lockstep.checkpoint.throttle import Pause, no_pause
 from lockstep.errors import CheckpointError
+from lockstep.torch_private.modules import byte_view
 
 Part = tuple[str, torch.dtype, Sequence[int], bytes | memoryview]
 """A tensor's name, dtype, shape and bytes."""
@@ -203,8 +204,7 @@ def digest_parts(parts: Iterable[Part], pause: Pause = no_pause) -> str:
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes in row-major order, without a copy if the tensor is contiguous and on the CPU."""
-    plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    return byte_view(tensor).numpy().data
 
 
 def _encode(infos: tuple[TensorInfo, ...], manifest: Manifest, checksums: Mapping[str, str]) -> bytes:

@@ -4,14 +4,14 @@ The states of the optimizer, the scheduler and the scaler are written as JSON. J
 `collections.Counter` and no tensors, so these become objects with one tagged key:
 
     (0.9, 0.999)         {"$tuple": [0.9, 0.999]}
-    {0: "a"}             {"$dict": [[0, "a"]]}
+    {0: "a"}             {"$dict": [[0, "a"]]}                   a list as a key is a tuple
     Counter({10: 1})     {"$counter": [[10, 1]]}
     a tensor             {"$tensor": "optimizer/0/exp_avg"}      its name in the file
 """
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -128,6 +128,7 @@ def encode_state(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, list):
         return [encode_state(item, f"{prefix}/{i}", tensors) for i, item in enumerate(value)]
     if isinstance(value, Mapping):
+        _check_keys(value, prefix)
         items = [[key, encode_state(item, f"{prefix}/{key}", tensors)] for key, item in value.items()]
         if isinstance(value, Counter):
             return {"$counter": items}
@@ -138,6 +139,17 @@ def encode_state(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
         f"The state at {prefix!r} contains a {type(value).__name__}, which a checkpoint cannot store. Expected "
         "numbers, text, tensors, and lists, tuples and dictionaries of these. (LS704)"
     )
+
+
+def _check_keys(keys: Iterable[Any], prefix: str) -> None:
+    for key in keys:
+        if isinstance(key, tuple):
+            _check_keys(key, prefix)
+        elif not (key is None or isinstance(key, bool | int | float | str)):
+            raise CheckpointError(
+                f"The state at {prefix!r} has a {type(key).__name__} as a key of a dictionary, which a checkpoint "
+                "cannot store. Expected text, numbers, and tuples of these. (LS704)"
+            )
 
 
 def decode_state(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -160,10 +172,14 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         case {"$tuple": items}:
             return tuple(_decode(item, tensors) for item in items)
         case {"$counter": items}:
-            return Counter({key: _decode(item, tensors) for key, item in items})
+            return Counter({_decode_key(key): _decode(item, tensors) for key, item in items})
         case {"$dict": items}:
-            return {key: _decode(item, tensors) for key, item in items}
+            return {_decode_key(key): _decode(item, tensors) for key, item in items}
     return {key: _decode(item, tensors) for key, item in value.items()}
+
+
+def _decode_key(key: Any) -> Any:
+    return tuple(map(_decode_key, key)) if isinstance(key, list) else key
 
 
 def _check_kinds(manifest: Manifest) -> None:

@@ -31,7 +31,7 @@ from lockstep.checkpoint.file import save_checkpoint, state_digest
 from lockstep.checkpoint.manifest import Checkpoint
 from lockstep.checkpoint.throttle import Pause, Throttle, no_pause
 from lockstep.devices.transfer import is_asynchronous
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, without_code
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.recording import EventKind, own_recorder
 
@@ -138,7 +138,8 @@ class Saver:
             if self._on_error == "stop" or not isinstance(error, CheckpointError):
                 raise error
             warnings.warn(
-                f"{error} The training continues without this checkpoint. (LS703)", stacklevel=stacklevel_of_user()
+                f"{without_code(error)} The training continues without this checkpoint. (LS703)",
+                stacklevel=stacklevel_of_user(),
             )
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ from lockstep.comm.capabilities import capabilities_of
 from lockstep.errors import GroupError, PeerFailedError, describe_exception
 from lockstep.settings import read_settings
 from lockstep.torch_private.groups import device_types, store_of
+from lockstep.torch_private.modules import byte_view
 
 _SECRET_KEY = "lockstep/secret"  # noqa: S105 - the name of a key in a store
 _SIGNED, _PLAIN = b"S", b"P"
@@ -213,8 +214,7 @@ class _PlainPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.layout is not torch.strided:
             return NotImplemented
-        flat = value.detach().cpu().contiguous()
-        return tensor_from_bytes, (flat.reshape(-1).view(torch.uint8).numpy().tobytes(), flat.dtype, tuple(flat.shape))
+        return tensor_from_bytes, (byte_view(value).numpy().tobytes(), value.dtype, tuple(value.shape))
 
 
 @final

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lockstep.shards import derive_seed
+from lockstep.torch_private.modules import byte_view
 
 OTHER_DATA = (
     "Samples that every rank has loaded by itself, with the same random states, differ. Look for what differs between "
@@ -111,7 +112,7 @@ def _describe_tensor(tensor: Tensor) -> str:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return kind
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        return f"{kind} {zlib.crc32(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())}"
+        return f"{kind} {zlib.crc32(byte_view(tensor).numpy().tobytes())}"
     values = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
     # Both sums are of positive numbers, so that rounding is small beside them.
     return f"{kind} {values.clamp(min=0).sum().item():.3g} {values.square().sum().item():.3g}"
@@ -122,8 +123,7 @@ def _combine(numbers: Sequence[int], indices: Sequence[int] = ()) -> int:
 
 
 def _some_bytes(tensor: Tensor) -> bytes:
-    rows = tensor.detach()[evenly_spaced(len(tensor))].cpu().contiguous()
-    values: bytes = rows.reshape(-1).view(torch.uint8).numpy().tobytes()
+    values: bytes = byte_view(tensor.detach()[evenly_spaced(len(tensor))]).numpy().tobytes()
     return values
 
 

@@ -3,8 +3,10 @@
 Each worker averages the same bits in the same order, so the average has the same bits on all, on any number of workers.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -13,14 +15,19 @@ from torch import Tensor, nn
 from lockstep.checkpoint import state_digest
 from lockstep.engine.callbacks import Callback
 from lockstep.errors import CheckpointError
-from lockstep.torch_private.modules import foreach_lerp_, non_persistent_buffer_names
+from lockstep.torch_private.modules import foreach_copy_, foreach_lerp_, non_persistent_buffer_names
+
+_RUNNING_STATISTIC = re.compile(r"(.*_)?(mean|average|avg|var|variance|std)")
+"""Names by which buffers say that they are running statistics."""
 
 
 class AveragedWeights(Callback):
     """A callback that keeps an average of the model's weights.
 
-    Averaged are the parameters and the buffers that are floating-point numbers, such as BatchNorm's running statistics;
-    other buffers are the model's. Give it to `Trainer.evaluate` as `weights`, to evaluate the average.
+    Averaged are the parameters, and of the buffers those that say that they are running statistics: BatchNorm's, and
+    all others whose name ends with `mean`, `average`, `avg`, `var`, `variance` or `std`. Every other buffer has the
+    value that the model's has: a queue and its pointer, the vectors of a spectral norm, a codebook, a counter.
+    Give it to `Trainer.evaluate` as `weights`, to evaluate the average.
 
     Attributes:
         tensors: The average by the names of the model's `state_dict`; empty before the first step.
@@ -32,13 +39,14 @@ class AveragedWeights(Callback):
     def on_start(self, trainer: Any) -> None:
         """Begin with the weights that the model has, unless a checkpoint held an average."""
         live = LiveTensors(trainer.model).read()
-        devices = {name: value.device for name, value in live.items()}
+        devices = {name: value.device for name, value in live.all().items()}
         self.tensors = {name: value.to(devices.get(name, value.device)) for name, value in self.tensors.items()}
-        _counterparts(self.tensors, live)
+        _counterparts(self.tensors, live.averaged, is_averaged=True)
+        _counterparts(self.tensors, live.copied, is_averaged=False)
 
     def digest(self) -> str:
-        """Return the SHA-256 of the average, 64 hex digits; the same on every worker (local)."""
-        return state_digest(self.tensors)
+        """Return the SHA-256 of what it has besides whole numbers, 64 hex digits; the same on every worker (local)."""
+        return state_digest({name: value for name, value in self.tensors.items() if _is_inexact(value)})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average: the live tensors."""
@@ -62,6 +70,14 @@ class AveragedWeights(Callback):
                 "step, or for SWA has ended no epoch from start_epoch on, counted from 0. (LS526)"
             )
         put_weights(model, self.tensors)
+
+    def _average_in(self, values: "LiveValues", weight: float) -> None:
+        """Move the average to the model's values by this part of the way; what is not averaged becomes the model's."""
+        averages = _counterparts(self.tensors, values.averaged, is_averaged=True)
+        foreach_lerp_(averages, _in_dtypes_of(averages, list(values.averaged.values())), weight)
+        copies = _counterparts(self.tensors, values.copied, is_averaged=False)
+        if copies:
+            foreach_copy_(copies, list(values.copied.values()))
 
     def _has_averaged(self) -> bool:
         return bool(self.tensors)
@@ -102,9 +118,7 @@ class EMA(AveragedWeights):
             return
         if self._live is None:
             self._live = LiveTensors(trainer.model)
-        values = self._live.read()
-        averages = _counterparts(self.tensors, values)
-        foreach_lerp_(averages, _in_dtypes_of(averages, list(values.values())), 1 - self.decay)
+        self._average_in(self._live.read(), 1 - self.decay)
 
 
 @final
@@ -148,10 +162,8 @@ class SWA(AveragedWeights):
         """
         self.tensors.update(self._before_update)
         self._before_update = {}
-        values = LiveTensors(trainer.model).read()
         self.num_averaged += epoch >= self.start_epoch
-        averages = _counterparts(self.tensors, values)
-        foreach_lerp_(averages, _in_dtypes_of(averages, list(values.values())), 1 / max(1, self.num_averaged))
+        self._average_in(LiveTensors(trainer.model).read(), 1 / max(1, self.num_averaged))
 
     def _has_averaged(self) -> bool:
         return self.num_averaged > 0
@@ -188,7 +200,7 @@ def tensors_of(weights: AveragedWeights | None, callbacks: Sequence[Callback]) -
 @torch.no_grad()
 def put_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors into a model, by the names of its `state_dict`; those not named keep their values (local)."""
-    live = LiveTensors(model).read()
+    live = LiveTensors(model).read().all()
     for name, value in tensors.items():
         if name not in live or live[name].shape != value.shape:
             raise CheckpointError(
@@ -206,7 +218,7 @@ def weights_in_place(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterato
     if not tensors:
         yield
         return
-    own = {name: value.detach().clone() for name, value in LiveTensors(model).read().items()}
+    own = {name: value.detach().clone() for name, value in LiveTensors(model).read().all().items()}
     put_weights(model, tensors)
     try:
         yield
@@ -214,35 +226,53 @@ def weights_in_place(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterato
         put_weights(model, own)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveValues:
+    """The tensors that an average has, by the names of the model's `state_dict`."""
+
+    averaged: Mapping[str, Tensor]
+    copied: Mapping[str, Tensor]
+
+    def all(self) -> dict[str, Tensor]:
+        return {**self.averaged, **self.copied}
+
+
 @final
 class LiveTensors:
-    """Finds the tensors of a model that can be averaged: parameters and saved buffers of floating-point numbers.
+    """Finds the tensors of a model that an average has: parameters that are not whole numbers, and saved buffers.
 
     The model's parameters stay the same objects; a forward may put other tensors in the place of buffers.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {
-            name: each for name, each in model.named_parameters(remove_duplicate=False) if each.is_floating_point()
+            name: each for name, each in model.named_parameters(remove_duplicate=False) if _is_inexact(each)
         }
         self._buffers = [
-            (f"{prefix}.{name}".lstrip("."), module, name)
+            (f"{prefix}.{name}".lstrip("."), module, name, _RUNNING_STATISTIC.fullmatch(name) and _is_inexact(buffer))
             for prefix, module in model.named_modules(remove_duplicate=False)
             for name, buffer in module.named_buffers(recurse=False)
-            if buffer.is_floating_point() and name not in non_persistent_buffer_names(module)
+            if name not in non_persistent_buffer_names(module)
         ]
 
-    def read(self) -> dict[str, Tensor]:
-        """Return them by the names of the model's `state_dict`; `data` may be another tensor than the last time."""
-        parameters = {name: each.data for name, each in self._parameters.items()}
-        return {**parameters, **{name: getattr(module, own) for name, module, own in self._buffers}}
+    def read(self) -> LiveValues:
+        """Return them as they are now; `data` may be another tensor than the last time."""
+        averaged = {name: each.data for name, each in self._parameters.items()}
+        copied: dict[str, Tensor] = {}
+        for name, module, own, is_averaged in self._buffers:
+            (averaged if is_averaged else copied)[name] = getattr(module, own)
+        return LiveValues(averaged=averaged, copied=copied)
 
 
-def _counterparts(averages: dict[str, Tensor], values: Mapping[str, Tensor]) -> list[Tensor]:
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _counterparts(averages: dict[str, Tensor], values: Mapping[str, Tensor], *, is_averaged: bool) -> list[Tensor]:
     """Return the average of each value; one that there is not yet, or that has grown, begins with the value."""
     for name, value in values.items():
         if name not in averages or averages[name].shape != value.shape:
-            averages[name] = value.detach().to(_dtype_of_average(value), copy=True)
+            averages[name] = value.detach().to(_dtype_of_average(value) if is_averaged else value.dtype, copy=True)
     return [averages[name] for name in values]
 
 

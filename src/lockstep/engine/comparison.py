@@ -33,7 +33,7 @@ from lockstep.engine.side_effects import LeftState
 from lockstep.errors import LossError, ParameterMismatchError
 from lockstep.reduce.model import describe_differences, describe_options
 from lockstep.reduce.tensor_bits import sum_of_bits
-from lockstep.torch_private.modules import version_of
+from lockstep.torch_private.modules import byte_view, version_of
 
 _PURPOSE = "comparing what the workers train"
 ShardHashes = dict[int, dict[str, str]]
@@ -220,4 +220,4 @@ def _number_shard(state: RunState, runs: ShardRuns, batch: ShardedBatch, part: S
 
 def _hash_bits(tensor: Tensor) -> str:
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
-    return hashlib.sha256(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+    return hashlib.sha256(byte_view(dense).numpy().data).hexdigest()

@@ -23,7 +23,7 @@ from lockstep.comm import World
 from lockstep.data import Cursor
 from lockstep.engine.batches import gather_results
 from lockstep.engine.restoring import Stateful, class_name
-from lockstep.errors import CheckpointError, PeerFailedError
+from lockstep.errors import CheckpointError, PeerFailedError, without_code
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.recording import EventKind, own_recorder
 from lockstep.version import VERSION
@@ -225,4 +225,4 @@ def _describe(path: Path, manifest: Manifest) -> str:
 
 
 def _warn_of_broken(error: CheckpointError) -> None:
-    warnings.warn(f"{error} The one before is loaded. (LS713)", stacklevel=stacklevel_of_user())
+    warnings.warn(f"{without_code(error)} The one before is loaded. (LS713)", stacklevel=stacklevel_of_user())

@@ -25,6 +25,9 @@ _HARMLESS = frozenset(
     }
 )
 """Config keys that do not change what is computed, only where, how long, and what is saved."""
+_CUTS_BATCHES = frozenset({"batch_size", "drop_last", "lengths", "weights"})
+MAKES_BATCHES = _CUTS_BATCHES | {"data", "data_args"}
+"""Config keys that decide which samples are in which batch."""
 _SCHEDULER_REASON = "the scheduler's state in the checkpoint contains its old arguments"
 _IMPOSSIBLE: Mapping[str, str] = {
     "num_shards": "the order in which gradients are added depends on it, during the whole run",
@@ -143,7 +146,7 @@ def _reason_impossible(name: str, saved: Mapping[str, Any], now: Mapping[str, An
         return f"the learning rate of a {now['scheduler']} schedule depends on the steps of the whole run"
     if key == "precision" and "float16" in {saved[key], now[key]}:
         return "float16 uses a gradient scaler, and only one of the two configs has its state"
-    if key in {"batch_size", "drop_last", "lengths", "weights"} and is_mid_epoch:
+    if key in _CUTS_BATCHES and is_mid_epoch:
         return (
             "the checkpoint was written in the middle of an epoch. With other batches some samples of it would be "
             "used twice or not at all; resume from a checkpoint written at the end of an epoch"

@@ -118,7 +118,7 @@ def _find_loader(parts: RunParts, config: Config, data: str) -> ShardedLoader:
         return ShardedLoader(
             parts.datasets[data],
             batch_size=config.batch_size,
-            num_shards=config.num_shards,
+            num_shards=config.total_shards,
             seed=config.seed,
             shuffle=False,
             collate_fn=build_collate(config),

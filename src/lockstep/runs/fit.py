@@ -22,7 +22,7 @@ from lockstep.engine.restoring import Stateful
 from lockstep.engine.state_file import Scheduler
 from lockstep.engine.step_result import StepResult
 from lockstep.engine.trainer import Trainer
-from lockstep.errors import CheckpointError, LossError
+from lockstep.errors import CheckpointError, LossError, without_code
 from lockstep.events import (
     EpochFinished,
     LoadingProcessLost,
@@ -408,7 +408,7 @@ def _confirm_saved(trainer: Trainer, num_steps: int | None, saver: RunSaver, run
         except CheckpointError as error:
             raise CheckpointError(
                 "The run was asked to stop, but its state could not be saved: "
-                f"{error} Earlier checkpoints are intact. (LS703)"
+                f"{without_code(error)} Earlier checkpoints are intact. (LS703)"
             ) from error
 
     trainer.repeatable(lambda world: gather_results(world, wait_for_save, "saving before the run stops"))

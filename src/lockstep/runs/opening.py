@@ -32,7 +32,7 @@ from lockstep.checkpoint.step_files import (
     is_checkpoint_name,
     peek_manifest,
 )
-from lockstep.errors import CheckpointError, ConfigError, LaterFormatError, RunDirectoryError
+from lockstep.errors import CheckpointError, ConfigError, LaterFormatError, RunDirectoryError, without_code
 from lockstep.runs.changes import Change, check_changes
 from lockstep.runs.config import Config, apply_overrides, parse_config
 from lockstep.runs.directory import (
@@ -183,7 +183,7 @@ def _find_source(wanted: OpenRequest, run_dir: Path | None, warn: Tell) -> Sourc
     assert path is not None
     if path.is_dir():
         checkpoint, manifest = find_newest_intact(
-            path, lambda error: warn(f"{error} Trying the checkpoint before it. (LS713)")
+            path, lambda error: warn(f"{without_code(error)} Trying the checkpoint before it. (LS713)")
         )
     else:
         checkpoint = _resolve_links(path)

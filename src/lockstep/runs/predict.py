@@ -137,7 +137,7 @@ def _make_loader(config: Config, data: str, dataset: Any) -> ShardedLoader:
         return ShardedLoader(
             dataset,
             batch_size=config.batch_size,
-            num_shards=config.num_shards,
+            num_shards=config.total_shards,
             seed=config.seed,
             shuffle=False,
             collate_fn=build_collate(config),

@@ -23,7 +23,7 @@ SUFFIXES = (".csv", ".npz", ".parquet")
 _MAX_CSV_COLUMNS = 4096
 _JOB_NAME = "job.json"
 _CONFIG_KEYS = {
-    *("model", "model_args", "data", "data_args", "collate", "batch_size", "num_shards"),
+    *("model", "model_args", "data", "data_args", "collate", "batch_size", "num_shards", "accumulate"),
     *("precision", "seed", "deterministic", "threads_per_worker"),
 }
 """Keys of a config from which predictions follow; the command line may replace their values."""

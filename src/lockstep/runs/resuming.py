@@ -12,7 +12,7 @@ from lockstep.engine.restoring import describe_schedule, warn_of_other_schedule
 from lockstep.engine.state_file import split_scheduler_state, unpack_state
 from lockstep.errors import CheckpointError
 from lockstep.runs.build import RunParts
-from lockstep.runs.changes import ALL, Change, check_changes, find_changes
+from lockstep.runs.changes import ALL, MAKES_BATCHES, Change, check_changes, find_changes
 from lockstep.runs.config import Config
 
 
@@ -75,7 +75,7 @@ def _check_data(manifest: Manifest, source: str, changed: Collection[str], allow
             "be used twice or not at all. Restore the data, or resume from a checkpoint written at the end of an "
             "epoch. (LS710)"
         )
-    if not ({"batch_size", "data", "data_args", "drop_last", "weights"} & set(changed) or {"data", ALL} & set(allowed)):
+    if not (MAKES_BATCHES & set(changed) or {"data", ALL} & set(allowed)):
         raise CheckpointError(
             f"{differs}. This changes the results of the run. Restore the data; to change them from here on, "
             "give --allow data; or start a new run. (LS710)"

@@ -18,6 +18,7 @@ from lockstep.checkpoint import state_digest
 from lockstep.engine.fingerprint import Fingerprint
 from lockstep.runs.build import WITHOUT_CALLBACKS, RunParts, build_parts
 from lockstep.runs.config import Config
+from lockstep.torch_private.modules import byte_view
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,7 @@ def _describe_difference(expected: Tensor | None, found: Tensor | None) -> str:
 
 
 def _bits(tensor: Tensor) -> bytes:
-    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).digest()
+    return hashlib.sha256(byte_view(tensor).numpy().data).digest()
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -71,6 +71,13 @@ warn_of_unequal_devices: Callable[[list[int]], None] = _check_balance
 """Warn of a GPU with much less memory or fewer cores than the others, as `torch.nn.DataParallel` does."""
 
 
+def byte_view(tensor: Tensor) -> Tensor:
+    """Return a dense tensor's bytes in row-major order, on the CPU; without a copy if they lie there so."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # One element of a strided view counts as contiguous and keeps its stride, with which torch gives no bytes.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
 def has_forward_or_backward_hooks(module: nn.Module) -> bool:
     """Whether calling a module runs hooks; its full backward hooks included, hooks on its state_dict not."""
     return bool(

@@ -128,7 +128,8 @@ def test_state_survives_json() -> None:
     state = {
         "state": {0: {"step": torch.tensor(3.0), "moments": (torch.ones(2), None)}},
         "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "fused": None, "params": [0, 1]}],
-        "milestones": Counter({10: 1}),
+        "milestones": Counter({10: 1, (1, ("a", 2.5)): 2}),
+        "blocks": {(0, 1): {(): None}, (0, ("b", True)): 2, None: 3},
         "$odd": True,
     }
     tensors: dict[str, Tensor] = {}
@@ -137,8 +138,20 @@ def test_state_survives_json() -> None:
     assert set(tensors) == {"optimizer/state/0/step", "optimizer/state/0/moments/0"}
     assert torch.equal(decoded["state"][0]["moments"][0], torch.ones(2))
     assert decoded["param_groups"] == state["param_groups"]
-    assert decoded["milestones"] == Counter({10: 1})
+    assert decoded["milestones"] == state["milestones"]
+    assert decoded["blocks"] == state["blocks"]
     assert decoded["$odd"] is True
+
+
+@pytest.mark.parametrize("step", [1, 2, 11, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
+def test_state_that_is_a_view_with_gaps_is_saved(step: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    # One element of such a view counts as contiguous, and has no bytes for torch: Prodigy with slice_p has them.
+    view = torch.arange(40).to(dtype)[3::step]
+    state = {"sliced": view, "column": torch.ones(3, 4).t()[1:2], "empty": view[:0], "wide": torch.ones(1).expand(4)}
+    save_checkpoint(tmp_path / "a.ckpt", Checkpoint(model=state, optimizer={}, manifest=manifest()))
+    found = load_checkpoint(tmp_path / "a.ckpt").model
+    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in state.items())
 
 
 def test_names_that_would_meet_are_kept_apart() -> None:
@@ -174,6 +187,9 @@ def test_the_manifest_is_read_alone(tmp_path: Path) -> None:
 def test_state_that_cannot_be_stored_is_named() -> None:
     with pytest.raises(CheckpointError, match="'optimizer/hook' contains a function"):
         encode_state({"hook": test_state_survives_json}, "optimizer", {})
+    for key in (b"a", (1, frozenset())):
+        with pytest.raises(CheckpointError, match=r"'optimizer' has a (bytes|frozenset) as a key"):
+            encode_state({key: 1}, "optimizer", {})
 
 
 def test_digest_sees_bits_names_dtypes_and_shapes_but_not_order_or_layout() -> None:

@@ -211,6 +211,15 @@ def test_predictions_continue_after_the_last_part(
     assert not (tmp_path / "parts").exists()
 
 
+def test_accumulated_shards_are_slices_of_a_prediction_too(run_dir: Any, tmp_path: Path) -> None:
+    found = []
+    for number, shards in enumerate((["num_shards=4"], ["num_shards=2", "accumulate=2"], ["num_shards=2"])):
+        saved = find_saved_run(run_dir[0], shards)
+        predict_all(replace(request_of(run_dir[0], tmp_path / f"{number}"), config=saved.config))
+        found.append(table(tmp_path / f"{number}", tmp_path / f"{number}.npz")["output"].tobytes())
+    assert found[0] == found[1] != found[2]
+
+
 def test_targets_are_written_and_a_function_may_choose_what_is(run_dir: Any, tmp_path: Path) -> None:
     predict_all(request_of(run_dir[0], tmp_path / "p", data="test", transform="saved_model:scalar_each"))
     found = table(tmp_path / "p", tmp_path / "p.npz")

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.fitting import fit_to_the_end, importable, rows
+from tests.support.fitting import fit_or_stop, fit_to_the_end, importable, rows
 
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.runs.fit import FitResult
+from lockstep.runs.resuming import Resume
 
 MODULE = """
 import torch
@@ -42,6 +43,9 @@ def data():
 def lengths(train):
     return [1 + index % 12 for index in range(len(train))]
 
+def other(train):
+    return [1 + index % 5 for index in range(len(train))]
+
 def constant(output, target):
     return 1.0, 1
 """
@@ -71,6 +75,16 @@ def test_samples_of_similar_lengths_come_in_one_batch(tmp_path: Path) -> None:
     module.widths.clear()
     train(tmp_path / "any", epochs=1)
     assert sorted(module.widths) != list(range(1, 13))
+
+
+def test_lengths_may_change_between_epochs_where_that_is_allowed(tmp_path: Path) -> None:
+    train(tmp_path / "run", lengths="worded:lengths", epochs=1)
+    saved = tmp_path / "run" / "step-00000012.ckpt"
+    for lengths in (None, "worded:other"):
+        with pytest.raises(CheckpointError, match=r"--allow lengths"):
+            train(tmp_path / "refused", resume=saved, lengths=lengths, epochs=2)
+        resume = Resume(path=saved, allowed=frozenset({"lengths"}), epoch_loss=0.0, epoch_weight=0.0)
+        assert fit_or_stop(tmp_path / str(lengths), VALUES | {"lengths": lengths, "epochs": 2}, resume)
 
 
 PLATEAU: dict[str, Any] = {"scheduler": "plateau", "metric": "worded:constant", "optimizer_args": {"lr": 0.1}}
