@@ -26,7 +26,7 @@ from lockstep.checkpoint.header import (
     encode_header,
     header_length,
 )
-from lockstep.checkpoint.manifest import Checkpoint, Manifest
+from lockstep.checkpoint.manifest import NETWORKS_PREFIX, Checkpoint, Manifest
 from lockstep.checkpoint.throttle import Pause, no_pause
 from lockstep.errors import CheckpointError
 from lockstep.torch_private.modules import byte_view
@@ -189,6 +189,17 @@ def state_digest(tensors: Mapping[str, Tensor], pause: Pause = no_pause) -> str:
     """
     parts = ((name, tensors[name].dtype, tensors[name].shape, raw_bytes(tensors[name])) for name in sorted(tensors))
     return digest_parts(parts, pause)
+
+
+def with_digest(checkpoint: Checkpoint, pause: Pause = no_pause) -> Checkpoint:
+    """Return a checkpoint with its digest in the manifest: of the model, and of networks that the loss uses."""
+    others = {name: each for name, each in checkpoint.optimizer.items() if belongs_to_digest(name)}
+    digest = state_digest({**checkpoint.model, **others}, pause)
+    return replace(checkpoint, manifest=replace(checkpoint.manifest, digest=digest))
+
+
+def belongs_to_digest(name: str) -> bool:
+    return not name.startswith(OPTIMIZER_PREFIX) or name.startswith(f"{NETWORKS_PREFIX}/")
 
 
 def digest_parts(parts: Iterable[Part], pause: Pause = no_pause) -> str:

@@ -12,6 +12,7 @@ from typing import BinaryIO
 from lockstep.checkpoint.file import (
     MANIFEST_KEY,
     OPTIMIZER_PREFIX,
+    belongs_to_digest,
     describe_damaged,
     digest_parts,
     manifest_of,
@@ -131,7 +132,7 @@ def _manifest_or_problem(header: Header, path: Path, problems: list[str]) -> Man
 
 
 def _read_tensors(path: Path, header: Header, file_bytes: int, checksums: Mapping[str, str]) -> tuple[list[str], str]:
-    """Return the names of tensors that are truncated or do not match their checksum, and the digest of the model."""
+    """Return the names of tensors that are truncated or do not match their checksum, and the digest."""
     damaged: list[str] = []
 
     def read(file: BinaryIO, info: TensorInfo) -> bytes:
@@ -142,19 +143,19 @@ def _read_tensors(path: Path, header: Header, file_bytes: int, checksums: Mappin
             damaged.append(info.name)
         return data
 
-    model, other = _split(header.tensors)
+    digested, other = _split(header.tensors)
     with path.open("rb") as file:
-        digest = digest_parts((info.name, info.dtype, info.shape, read(file, info)) for info in model)
+        digest = digest_parts((info.name, info.dtype, info.shape, read(file, info)) for info in digested)
         for info in other:
             read(file, info)
     return damaged, digest
 
 
 def _split(infos: Iterable[TensorInfo]) -> tuple[list[TensorInfo], list[TensorInfo]]:
-    """Return the model's tensors and the other tensors, each sorted by name."""
+    """Return the tensors that the digest is of and the others, each sorted by name."""
     ordered = sorted(infos, key=lambda info: info.name)
-    model = [info for info in ordered if not info.name.startswith(OPTIMIZER_PREFIX)]
-    return model, [info for info in ordered if info.name.startswith(OPTIMIZER_PREFIX)]
+    digested = [info for info in ordered if belongs_to_digest(info.name)]
+    return digested, [info for info in ordered if not belongs_to_digest(info.name)]
 
 
 def _group(infos: Iterable[TensorInfo]) -> tuple[TensorGroup, ...]:

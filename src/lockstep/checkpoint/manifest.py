@@ -6,6 +6,8 @@ The states of the optimizer, the scheduler and the scaler are written as JSON. J
     (0.9, 0.999)         {"$tuple": [0.9, 0.999]}
     {0: "a"}             {"$dict": [[0, "a"]]}                   a list as a key is a tuple
     Counter({10: 1})     {"$counter": [[10, 1]]}
+    {1, 2}               {"$set": [1, 2]}
+    an array of NumPy    {"$numpy": {"$tensor": "optimizer/extra/seen"}}
     a tensor             {"$tensor": "optimizer/0/exp_avg"}      its name in the file
 """
 
@@ -15,21 +17,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError, LaterFormatError
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Incremented when a reader of the previous version could misread a file; docs/checkpoint-format.md describes each."""
-_ADDED_KEYS = ("callbacks", "extra")
-"""The keys that this format has added. A file has them only if they hold something; without them it is of the format
-before, so that earlier versions read it."""
+NETWORKS_PREFIX = "optimizer/networks"
+"""Before the names of the tensors of networks that the loss uses beside the model, which belong to the digest."""
 
 _MAX_DEPTH = 100
 """How deep a manifest may be nested: readers are recursive, and Python limits recursion."""
 _COUNTS = ("epoch", "step", "global_step", "num_shards", "seed", "format_version")
 _MAPPINGS = ("metrics", "versions", "checksums", "classes")
-_MAPPINGS_OR_NONE = ("fingerprint", "config", "model_extra", "callbacks", "extra")
+_MAPPINGS_OR_NONE = ("fingerprint", "config", "model_extra", "callbacks", "extra", "parts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,9 @@ class Manifest:
     """States of the trainer's callbacks by name, encoded likewise; None without any."""
     extra: Any = None
     """States of other objects that the user has saved with the run, by name, encoded likewise; None without any."""
+    parts: Any = None
+    """Further parts of the run's state by name, encoded likewise: `networks` that the loss uses beside the model, and
+    `optimizer_parameters`, the names of the optimizer's parameters by group. None in files of earlier formats."""
     loader: str | None = None
     """Description of the loader in words; None before the first step."""
     fingerprint: Mapping[str, Any] | None = None
@@ -72,18 +77,10 @@ class Manifest:
     """Versions of the libraries that wrote the file."""
     checksums: Mapping[str, str] = field(default_factory=dict)
     """CRC-32 of each tensor's bytes, 8 hex digits; `save_checkpoint` fills it in. Empty in files of format 1."""
-    format_version: int = FORMAT_VERSION - 1
-    """Version of the format: the one before, unless there are keys that the present one has added."""
-
-    def __post_init__(self) -> None:
-        if any(getattr(self, name) is not None for name in _ADDED_KEYS):
-            object.__setattr__(self, "format_version", max(self.format_version, FORMAT_VERSION))
+    format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in _ADDED_KEYS:
-            if values[name] is None:
-                del values[name]
         if _is_deep(values):
             raise CheckpointError(f"its state is nested more than {_MAX_DEPTH} levels deep")
         return json.dumps(values, sort_keys=True)
@@ -115,30 +112,47 @@ class Checkpoint:
 
 
 def encode_state(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
-    """Return `value` as JSON with tagged objects; add its tensors to `tensors` under names that begin with `prefix`."""
+    """Return `value` as JSON with tagged objects; add its tensors to `tensors` under names that begin with `prefix`.
+
+    A tensor that is there twice has one name, so that it is one tensor again when it is read.
+    """
+    return _encode(value, prefix, tensors, {})
+
+
+def _encode(value: Any, prefix: str, tensors: dict[str, Tensor], names: dict[int, str]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        while prefix in tensors:  # for example {"a/b": ..., "a": {"b": ...}}
-            prefix += "'"
-        tensors[prefix] = value
-        return {"$tensor": prefix}
-    if isinstance(value, tuple):
-        return {"$tuple": [encode_state(item, f"{prefix}/{i}", tensors) for i, item in enumerate(value)]}
-    if isinstance(value, list):
-        return [encode_state(item, f"{prefix}/{i}", tensors) for i, item in enumerate(value)]
+        if id(value) not in names:
+            while prefix in tensors:  # for example {"a/b": ..., "a": {"b": ...}}
+                prefix += "'"
+            tensors[prefix], names[id(value)] = value, prefix
+        return {"$tensor": names[id(value)]}
     if isinstance(value, Mapping):
         _check_keys(value, prefix)
-        items = [[key, encode_state(item, f"{prefix}/{key}", tensors)] for key, item in value.items()]
+        pairs = [[key, _encode(item, f"{prefix}/{key}", tensors, names)] for key, item in value.items()]
         if isinstance(value, Counter):
-            return {"$counter": items}
+            return {"$counter": pairs}
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {str(key): item for key, item in items}
-        return {"$dict": items}
+            return {str(key): item for key, item in pairs}
+        return {"$dict": pairs}
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [_encode(item, f"{prefix}/{i}", tensors, names) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple" if isinstance(value, tuple) else "$set": items}
+    if type(value).__module__ == "numpy" and (array := _from_numpy(value)) is not None:
+        return {"$numpy": _encode(array, prefix, tensors, names)}
     raise CheckpointError(
         f"The state at {prefix!r} contains a {type(value).__name__}, which a checkpoint cannot store. Expected "
         "numbers, text, tensors, and lists, tuples and dictionaries of these. (LS704)"
     )
+
+
+def _from_numpy(value: Any) -> Tensor | None:
+    """Return an array or a number of NumPy as a tensor; None for one of a kind that tensors have not."""
+    try:
+        return torch.as_tensor(value.copy())
+    except (TypeError, RuntimeError):  # of texts, or of objects
+        return None
 
 
 def _check_keys(keys: Iterable[Any], prefix: str) -> None:
@@ -171,6 +185,10 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensors[name]
         case {"$tuple": items}:
             return tuple(_decode(item, tensors) for item in items)
+        case {"$set": items}:
+            return {_decode(item, tensors) for item in items}
+        case {"$numpy": item}:
+            return _decode(item, tensors).numpy()[()]  # a number of NumPy, where there are no dimensions
         case {"$counter": items}:
             return Counter({_decode_key(key): _decode(item, tensors) for key, item in items})
         case {"$dict": items}:

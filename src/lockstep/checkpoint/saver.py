@@ -20,14 +20,13 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol, Self, final
 
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.file import save_checkpoint, state_digest
+from lockstep.checkpoint.file import save_checkpoint, with_digest
 from lockstep.checkpoint.manifest import Checkpoint
 from lockstep.checkpoint.throttle import Pause, Throttle, no_pause
 from lockstep.devices.transfer import is_asynchronous
@@ -180,8 +179,7 @@ class Saver:
     def _write(self, path: Path, checkpoint: Checkpoint, after: AfterSave, pause: Pause = no_pause) -> None:
         try:
             with own_recorder().during(EventKind.SAVING, text="write" if self._is_async else "save"):
-                manifest = replace(checkpoint.manifest, digest=state_digest(checkpoint.model, pause))
-                save_checkpoint(path, replace(checkpoint, manifest=manifest), pause)
+                save_checkpoint(path, with_digest(checkpoint, pause), pause)
             self._saved.append(path)
             after(path)
         except Exception as error:  # noqa: BLE001 - `wait` raises it on the training thread

@@ -4,7 +4,6 @@ import inspect
 import math
 import operator
 import warnings
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -29,15 +28,12 @@ from lockstep.engine.optimizer_checks import (
     list_optimizers,
     list_schedulers,
 )
-from lockstep.engine.optimizers import combine_optimizers, combine_schedulers
-from lockstep.engine.reached_networks import describe_networks, find_networks
-from lockstep.engine.restoring import class_name
 from lockstep.errors import counted
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce import BucketLimits, TrainedModel
-from lockstep.reduce.model import Description, describe_differences, describe_options
+from lockstep.reduce.model import Description, describe_differences
 from lockstep.shards import shard_range
-from lockstep.torch_private.modules import TorchsSyncBatchNorm
+from lockstep.torch_private.modules import TorchsSyncBatchNorm, complete_optimizer
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
@@ -172,6 +168,7 @@ def check_model(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _check_given_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     check_optimizer(optimizer, model)
+    complete_optimizer(optimizer)
     check_group_options(optimizer)
     check_takes_dense_gradients(optimizer)
     check_can_be_saved(optimizer)
@@ -300,18 +297,11 @@ def check_batchnorm(model: nn.Module, world: World, num_shards: int) -> None:
 
 
 def _describe(arguments: TrainerArguments) -> Description:
-    optimizer = combine_optimizers(arguments.optimizer, arguments.every)
-    names = {id(parameter): name for name, parameter in arguments.model.named_parameters()}
-    held = [[names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+    """Describe what is no state of the run: that is compared when it is made."""
     values = {
         "num_shards": arguments.num_shards,
         "seed": arguments.seed,
-        "optimizer": class_name(optimizer),
         "every": arguments.every,
-        **describe_options(optimizer),
-        # Their number alone: all names would be too much to read.
-        "the optimizer's list of parameters": f"{sum(map(len, held))} (order {zlib.crc32(repr(held).encode()):08x})",
-        "scheduler": class_name(combine_schedulers(arguments.scheduler, optimizer)),
         "scaler": None if arguments.scaler is None else arguments.scaler.state_dict(),
         "max_grad_norm": arguments.max_grad_norm,
         "precision": arguments.precision,
@@ -321,7 +311,6 @@ def _describe(arguments: TrainerArguments) -> Description:
         "balance": arguments.balance,
         "deterministic": arguments.deterministic,
         "callbacks": ", ".join(type(each).__name__ for each in arguments.callbacks),
-        **describe_networks(find_networks(list_losses(arguments.loss, arguments.optimizer), arguments.model)),
     }
     return {name: str(value) for name, value in values.items()}
 

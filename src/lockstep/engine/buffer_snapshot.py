@@ -93,6 +93,9 @@ class BufferSnapshot:
                     buffer.data = whole
         copy_each(self.live, self.values)
 
+    def copy_of(self, buffer: Tensor) -> Tensor:
+        return next(value for each, value in zip(self._buffers, self.values, strict=True) if each is buffer)
+
     @contextmanager
     def kept(self) -> Iterator[None]:
         self.record()

@@ -90,6 +90,10 @@ class ShardZeroBuffers:
             self._before.put_back()
             yield
 
+    def at_begin(self, buffer: Tensor) -> Tensor:
+        """Return the values that one of the buffers had when the step began (local)."""
+        return self._before.copy_of(buffer)
+
     def has_new_layout(self) -> bool:
         """Whether shard 0 has left other buffers or shapes; asked on rank 0. Raises what failed in `start_sending`."""
         if self._send_error is not None:

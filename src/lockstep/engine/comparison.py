@@ -7,26 +7,23 @@ were loaded, or a forward that changes them. Each parameter counts its writes (`
 same on every worker.
 """
 
-import copy
 import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Protocol, final
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from lockstep.comm import World
 from lockstep.data import ShardedBatch, ShardedLoader, Slice
 from lockstep.data.contents import slice_number
 from lockstep.engine.batches import gather_results, name_step
-from lockstep.engine.buffer_snapshot import BufferSnapshot, buffer_parts
 from lockstep.engine.buffers import ShardZeroBuffers
+from lockstep.engine.networks import TRAINED_MODELS
 from lockstep.engine.own_generators import OwnGenerators
 from lockstep.engine.random_states import RandomStates
-from lockstep.engine.reached_networks import ReachedNetworks, find_networks
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import ShardRuns
 from lockstep.engine.side_effects import LeftState
@@ -42,12 +39,24 @@ ShardHashes = dict[int, dict[str, str]]
 
 @final
 class WorkerComparison:
-    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World) -> None:
-        self._named = list(model.named_parameters())
-        self._optimizer = optimizer
+    def __init__(self, state: RunState, world: World, buffers: ShardZeroBuffers) -> None:
+        self._buffers = buffers
+        self._state = state
+        self._optimizer = state.optimizer
         self._world = world
         self._is_alone = world.group is None or world.world_size == 1
         self._num_writes = -1
+        self._named: dict[str, Tensor] = {}
+        self._num_trained = (0, 0)
+        self._at_begin: list[tuple[Tensor, int]] = []
+        self._begun: dict[str, Tensor] = {}
+        self._number_at_begin: Tensor | int = 0
+
+    def begin(self) -> None:
+        """Look at what the shards of the step may write (local)."""
+        self._begun = {} if self._is_alone else self._state.parts.compared_at_begin()
+        is_same = _have_versions(self._begun.values(), self._at_begin)
+        self._number_at_begin = 0 if is_same else sum_of_bits(self._begun.values())
 
     def options_number(self) -> int:
         """Return a number that is the same for the same options (local)."""
@@ -56,16 +65,18 @@ class WorkerComparison:
     def values_number(self) -> Tensor | int:
         """Return a number that is the same for the same parameters, or 0 if only updates have written them (local)."""
         if self._is_alone or self._num_writes == self._count_writes():
-            return 0
-        return sum_of_bits(parameter for _, parameter in self._named)
+            return self._number_at_begin
+        return sum_of_bits(self._compared().values()) ^ self._number_at_begin
 
     def note_equal_values(self) -> None:
         """Note after an update that the parameters are equal on all workers, until something writes to them (local)."""
-        self._num_writes = -1 if self._is_alone else self._count_writes()
+        if not self._is_alone:
+            self._num_writes = self._count_writes()
+            self._at_begin = [(each, version_of(each)) for each in self._state.parts.compared_at_begin().values()]
 
     def compare_values_next_step(self) -> None:
         """Compare the parameters in the next step, whether or not something writes to them (local)."""
-        self._num_writes = -1
+        self._num_writes, self._at_begin = -1, []
 
     def check_options(self, numbers: Sequence[float], place: str) -> None:
         """Compare the workers' numbers of this step (collective where they differ, which all see)."""
@@ -85,21 +96,38 @@ class WorkerComparison:
             return
 
         def read() -> dict[str, int]:
-            return {name: int(sum_of_bits([parameter])) for name, parameter in self._named}
+            begun = {name: self._buffers.at_begin(each) for name, each in self._begun.items()}
+            found = {**self._compared(), **begun}
+            return {name: int(sum_of_bits([each])) for name, each in found.items() if each.numel()}
 
         first, *others = gather_results(self._world, read, _PURPOSE)
         for rank, found in enumerate(others, start=1):
-            odd = next((name for name in first if found[name] != first[name]), None)
+            odd = next((name for name in first if found.get(name) != first[name]), None)
             if odd is not None:
+                what = "Buffer" if odd in self._begun else "Parameter"
                 raise ParameterMismatchError(
-                    f"Parameter {odd} has other values on rank {rank} than on rank 0 at {place}. Something other than "
+                    f"{what} {odd} has other values on rank {rank} than on rank 0 at {place}. Something other than "
                     "the optimizer has written to it on one rank (weights that were loaded after the trainer was made, "
                     "say, or the model's forward), or an update has failed there. Load weights on every rank, or "
                     "before making the trainer, which sends rank 0's to all. Nothing was changed by this step. (LS515)"
                 )
 
+    def _compared(self) -> dict[str, Tensor]:
+        """Return the parameters, which stay the same ones; but a network may get a trainer of its own."""
+        if self._num_trained != TRAINED_MODELS.num_changes:
+            self._num_trained, self._named = TRAINED_MODELS.num_changes, self._state.parts.compared()
+        return self._named
+
     def _count_writes(self) -> int:
-        return sum(version_of(parameter) for _, parameter in self._named)
+        return sum(map(version_of, self._compared().values()))
+
+
+def _have_versions(tensors: Iterable[Tensor], expected: Sequence[tuple[Tensor, int]]) -> bool:
+    """Whether these are the same tensors, with the same number of writes."""
+    found = list(tensors)
+    return len(found) == len(expected) and all(
+        each is before and version_of(each) == count for each, (before, count) in zip(found, expected, strict=True)
+    )
 
 
 class ShardComputer(Protocol):
@@ -124,27 +152,24 @@ def verify(
     parameters, buffers and random states. The losses and gradients of a shard must have the same bits whatever was run
     before it, and on every worker. Then the step is taken. At the end everything is put back.
     """
-    networks = ReachedNetworks(find_networks(state.plan.losses, state.model), state.model)
+    state.check_usable()
     random = RandomStates()
     random.own = OwnGenerators(state.model, state.plan.losses)
     random.save()
-    saved, restore_progress = copy.deepcopy(state.to_dict()), state.record_progress()
-    ending = state.is_ending, state.end_reason, state.end_reason_after_step
     begin = state.cursor
     batches = zip(
         loader.epoch(begin.epoch, begin.step), loader.for_one_worker().epoch(begin.epoch, begin.step), strict=True
     )
-    with BufferSnapshot(buffer_parts(networks.with_model(state.model))).kept():
-        try:
+    try:
+        with state.parts.kept():
             for mine, whole in islice(batches, num_steps):
                 _check_step(state, engine, mine, whole)
                 step(mine)
-        finally:
-            with state.restored_from(saved, has_callbacks=False):  # the steps have called none
-                pass
-            state.is_ending, state.end_reason, state.end_reason_after_step = ending
-            restore_progress()
-            random.restore()
+            state.read_last_step()
+    finally:
+        state.unread_step = None  # what it would put back was put back
+        state.scheduler_check.note()
+        random.restore()
 
 
 def _check_step(state: RunState, engine: ShardComputer, mine: ShardedBatch, whole: ShardedBatch) -> None:

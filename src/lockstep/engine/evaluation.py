@@ -21,6 +21,7 @@ from lockstep.engine.averaging import weights_in_place
 from lockstep.engine.batches import check_world, gather_results
 from lockstep.engine.buffer_snapshot import BufferSnapshot, buffer_parts
 from lockstep.engine.own_generators import OwnGenerators
+from lockstep.engine.reached_networks import find_networks
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import seed_slice
 from lockstep.engine.user_function import UserFunction
@@ -110,6 +111,9 @@ class ModelOfRun(Protocol):
     def device(self) -> torch.device:
         """Where the model is."""
 
+    def kept_modules(self) -> nn.Module:
+        """Return what holds the buffers that each call begins with: the model, and what belongs to it."""
+
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which it is called."""
 
@@ -122,7 +126,12 @@ class SliceCalls:
         self._state = state
         self._is_training = is_training
         self._function = UserFunction(function, OwnGenerators(state.model, function))
-        self._buffers = BufferSnapshot(buffer_parts(state.model))
+        # Modules without parameters, that the function alone uses, are where it counts something.
+        found = find_networks([function], state.model).values()
+        used = [each for each in found if next(each.parameters(), None) is not None]
+        whole = nn.ModuleList([state.kept_modules(), *used])
+        self._buffers = BufferSnapshot(buffer_parts(whole))
+        self._modes = {module: module.training for module in whole.modules()}
 
     @contextmanager
     def changing_nothing(self) -> Iterator[Self]:
@@ -133,8 +142,14 @@ class SliceCalls:
                 yield self
         finally:
             self._function.generators.restore()
+            self._put_back_modes()
+
+    def _put_back_modes(self) -> None:
+        for module, training in self._modes.items():
+            module.training = training
 
     def __call__(self, batch: ShardedBatch, part: Slice) -> Any:
+        self._put_back_modes()
         self._state.model.train(self._is_training)
         self._buffers.put_back()
         seed_slice("evaluate", self._state.seed, batch, part)

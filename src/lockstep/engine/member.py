@@ -16,8 +16,7 @@ the user's since, which has changed them.
 """
 
 import dataclasses
-import io
-import pickle
+import json
 import time
 import traceback
 import weakref
@@ -32,16 +31,18 @@ from torch import Tensor
 
 from lockstep import errors
 from lockstep.channel.client import ChannelClosedError
+from lockstep.checkpoint.manifest import decode_state, encode_state
 from lockstep.comm import World, calls_for
 from lockstep.comm.generations import Generations, NextGeneration
 from lockstep.engine.step_table import StepAgreement
-from lockstep.errors import GroupError, LockstepError, PeerFailedError, PeerLostError
+from lockstep.errors import CheckpointError, GroupError, LockstepError, PeerFailedError, PeerLostError
+from lockstep.torch_private.modules import byte_view
 
 Result = TypeVar("Result")
 _PURPOSE: Final = "comparing which calls the workers have completed"
 _TRANSFER_PURPOSE = "sending the state of the run to a new worker"
 _MIN_BYTES: Final = 1 << 16
-"""A smaller tensor is pickled with the rest."""
+"""Smaller tensors are sent together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,58 +338,45 @@ def _release(error: BaseException) -> None:
 def send_state(world: World, state: Any, targets: Sequence[int]) -> None:
     """Send a nested value with tensors, without a file (collective for this rank and `targets`).
 
-    Large tensors are sent as they are; everything else is pickled, with a place for each of them.
+    It goes as a checkpoint holds it, as JSON and tensors, so that receiving it runs nothing. Small tensors are sent
+    together.
     """
-    stream = io.BytesIO()
-    pickler = _StatePickler(stream)
-    pickler.dump(state)
-    packed = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+    tensors: dict[str, Tensor] = {}
+    try:
+        encoded = encode_state(state, "state", tensors)
+    except CheckpointError as error:
+        raise CheckpointError(f"The state of the run cannot be sent to a new worker. {error}") from error
+    specs = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()]
+    text = torch.frombuffer(bytearray(json.dumps([encoded, specs]).encode()), dtype=torch.uint8)
+    parts = [byte_view(each) for each in tensors.values()]
+    small = torch.cat([part for part in parts if len(part) < _MIN_BYTES] or [text[:0]])
+    large = [part for part in parts if len(part) >= _MIN_BYTES]
     for target in targets:
         with calls_for(_TRANSFER_PURPOSE):
-            for tensor in (torch.tensor([packed.numel()]), packed, *pickler.tensors):
-                dist.send(tensor, group=world.group, group_dst=target)
+            for tensor in (torch.tensor([len(text), len(small)]), text, small, *large):
+                if len(tensor):
+                    dist.send(tensor, group=world.group, group_dst=target)
 
 
 def receive_state(world: World, source: int) -> Any:
     """Return what `send_state` sends on rank `source`, with all tensors on the CPU (collective for both)."""
 
     def receive(tensor: Tensor) -> Tensor:
-        dist.recv(tensor, group=world.group, group_src=source)
+        if len(tensor):
+            dist.recv(tensor, group=world.group, group_src=source)
         return tensor
 
     with calls_for(_TRANSFER_PURPOSE):
-        size = int(receive(torch.zeros(1, dtype=torch.int64)))
-        packed = receive(torch.empty(size, dtype=torch.uint8))
-        unpickler = _StateUnpickler(io.BytesIO(packed.numpy().tobytes()))
-        state = unpickler.load()
-        for tensor in unpickler.tensors:
-            receive(tensor)
-    return state
-
-
-@final
-class _StatePickler(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[Tensor] = []
-
-    def persistent_id(self, value: Any) -> Any:  # the name is pickle's
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
-            return None
-        if value.nbytes < _MIN_BYTES and value.device.type == "cpu":
-            return None
-        self.tensors.append(value.detach().cpu().contiguous().flatten())
-        return value.dtype, tuple(value.shape)
-
-
-@final
-class _StateUnpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream)
-        self.tensors: list[Tensor] = []
-
-    def persistent_load(self, place: Any) -> Tensor:  # the name is pickle's
-        dtype, shape = place
-        tensor = torch.empty(shape, dtype=dtype)
-        self.tensors.append(tensor.view(-1))
-        return tensor
+        num_text, num_small = receive(torch.zeros(2, dtype=torch.int64)).tolist()
+        text = receive(torch.empty(num_text, dtype=torch.uint8))
+        small = receive(torch.empty(num_small, dtype=torch.uint8))
+        encoded, specs = json.loads(text.numpy().tobytes())
+        tensors: dict[str, Tensor] = {}
+        for name, dtype, shape in specs:
+            tensors[name] = tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            if tensor.nbytes >= _MIN_BYTES:
+                receive(byte_view(tensor))
+            else:
+                byte_view(tensor).copy_(small[: tensor.nbytes])
+                small = small[tensor.nbytes :]
+    return decode_state(encoded, tensors)

@@ -25,7 +25,7 @@ def check_can_be_saved(optimizer: Optimizer) -> None:
     One that is made of several, or wraps another, inherits a `state_dict` that knows nothing of them: the run would
     resume with empty moments and other bits.
     """
-    if _saves_by_itself(optimizer):
+    if saves_by_itself(optimizer):
         return
     kind = type(optimizer)
     inner = next((each for each in _optimizers_in(optimizer) if each[1].state is not optimizer.state), None)
@@ -156,7 +156,7 @@ class UnsavedAttributes:
             )
 
     def _look(self) -> dict[str, object]:
-        if _saves_by_itself(self._optimizer):
+        if saves_by_itself(self._optimizer):
             return {}
         groups, states = self._optimizer.param_groups, self._optimizer.state.values()
         saved = {id(each) for each in chain.from_iterable(group["params"] for group in groups)}
@@ -169,7 +169,7 @@ class UnsavedAttributes:
         return found
 
 
-def _saves_by_itself(optimizer: Optimizer) -> bool:
+def saves_by_itself(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
     return kind.state_dict is not Optimizer.state_dict and kind.load_state_dict is not Optimizer.load_state_dict
 

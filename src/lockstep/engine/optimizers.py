@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.errors import CheckpointError
@@ -51,7 +52,11 @@ class OptimizerSet(Optimizer):
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        return {parameter: each for part in self.parts.values() for parameter, each in part.state.items()}
+        return {
+            key if isinstance(key, Tensor) else (name, key): each
+            for name, part in self.parts.items()
+            for key, each in part.state.items()
+        }
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -155,6 +160,13 @@ def combine_schedulers(scheduler: Any, optimizer: Optimizer) -> Any:
     if isinstance(scheduler, Mapping) and isinstance(optimizer, OptimizerSet):
         return SchedulerSet(scheduler, optimizer)
     return scheduler
+
+
+def class_name(value: object) -> str | None:
+    """Return the class name to save for an object whose own state does not hold it."""
+    if isinstance(value, OptimizerSet | SchedulerSet):
+        return value.kinds
+    return None if value is None else type(value).__name__
 
 
 def separate_optimizers(optimizer: Optimizer) -> list[Optimizer]:

@@ -10,19 +10,13 @@ attributes of bound objects that the functions mention. An object may hold other
 
 import inspect
 import types
-import warnings
-import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, Final, final
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-
-from lockstep.processes.user_line import stacklevel_of_user
-from lockstep.reduce.tensor_bits import sum_of_bits
 
 _NUM_OBJECTS = 256
 """The most objects that a search visits."""
@@ -50,55 +44,6 @@ def find_networks(functions: Sequence[Any], model: nn.Module) -> dict[str, nn.Mo
                 found[name or type(value).__name__] = value
         waiting.extend((f"{name}.{part}".strip("."), each) for part, each in _parts(value))
     return found
-
-
-@final
-class ReachedNetworks:
-    def __init__(self, networks: Mapping[str, nn.Module], model: nn.Module) -> None:
-        _TRAINED.add(model)
-        self.networks = dict(networks)
-        own = set(map(id, model.parameters()))
-        self.parameters = {
-            f"{path}.{name}": parameter
-            for path, network in self.networks.items()
-            for name, parameter in network.named_parameters()
-            if id(parameter) not in own
-        }
-        self._had_gradient = {name: each.grad for name, each in self.parameters.items()}
-        self._is_checked = not self.networks
-
-    def with_model(self, model: nn.Module) -> nn.Module:
-        return nn.ModuleList([model, *self.networks.values()]) if self.networks else model
-
-    def check_gradients(self) -> None:
-        """Warn, once, of a network that the losses have given gradients and that no trainer trains (local)."""
-        if self._is_checked:
-            return
-        self._is_checked = True
-        trained = {id(parameter) for model in _TRAINED for parameter in model.parameters()}
-        odd = [
-            name
-            for name, each in self.parameters.items()
-            if each.requires_grad and each.grad is not self._had_gradient[name] and id(each) not in trained
-        ]
-        if odd:
-            warnings.warn(
-                f"The loss function uses a network that is no part of the model, and gives {odd[0]} "
-                f"{f'and {len(odd) - 1} more of its parameters gradients' if len(odd) > 1 else 'a gradient'}, by which "
-                "nothing is trained. If it is to be trained, make it a part of the model, and its parameters of an "
-                "optimizer; if not, call requires_grad_(False) on it, or use it under torch.no_grad(). (LS521)",
-                stacklevel=stacklevel_of_user(),
-            )
-
-
-def describe_networks(networks: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return a number for the values of each network, to be compared between workers."""
-    return {f"the network {name} that the loss uses": _number_of(each) for name, each in networks.items()}
-
-
-def _number_of(network: nn.Module) -> str:
-    tensors = [each for each in _tensors(network) if each.numel() and each.layout is torch.strided]
-    return f"{int(sum_of_bits(tensors)):x}" if tensors else "empty"
 
 
 def _tensors(network: nn.Module) -> Iterator[Tensor]:
@@ -168,7 +113,3 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
 def _parts_of_defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((f"default {number}", value) for number, value in enumerate(function.__defaults__ or ()))
     yield from (function.__kwdefaults__ or {}).items()
-
-
-_TRAINED: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
-"""The models of the trainers of this process."""

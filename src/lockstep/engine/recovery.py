@@ -3,17 +3,16 @@
 import logging
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from lockstep.comm import World
 from lockstep.comm.generations import Generations, NextGeneration, current_generations
 from lockstep.engine.continued import Continued
 from lockstep.engine.member import Member
-from lockstep.engine.random_states import read_device_states, set_device_states
 from lockstep.engine.run_state import RunState
+from lockstep.engine.state_parts import Stateful
 from lockstep.engine.step_table import StepAgreement
 from lockstep.errors import GroupError
-from lockstep.processes.reproducibility import read_host_states, set_host_states
 from lockstep.shards import even_ranges
 
 if TYPE_CHECKING:
@@ -23,16 +22,6 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _LOGGER = logging.getLogger("lockstep")
-
-
-class LoopState(Protocol):
-    """What a training loop keeps beside the trainer."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that a new worker needs."""
-
-    def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Take what `state_dict` has returned on another worker."""
 
 
 @final
@@ -48,7 +37,6 @@ class Recovery:
         self._state = state
         self._continue_with = weakref.WeakMethod(continue_with)
         self._is_in_step = False
-        self._loop: LoopState | None = None
         self.has_moved = False
         self.on_continued: Callable[[Continued, World], None] = _log
         generations = current_generations() if continues else None
@@ -113,9 +101,9 @@ class Recovery:
 
         member.call(self, lambda: member.confirmed(lambda: callback(world()), world), add)
 
-    def join(self, loop: LoopState | None, before_leaving: Callable[[], object] | None) -> bool:
+    def join(self, loop: Stateful | None, before_leaving: Callable[[], object] | None) -> bool:
         """Join the others if this worker is new (collective); return whether it is. See `Trainer.join`."""
-        self._loop = loop
+        self._state.worker.loop = loop
         if self.member is None:
             return False
         if before_leaving is not None:
@@ -138,20 +126,11 @@ class Recovery:
 
     def state_for_new_worker(self) -> dict[str, Any]:
         """Return all that a new worker needs (local): the live tensors, and the generators as they are now."""
-        return {
-            **self._state.for_new_worker(),
-            **read_host_states(),
-            "devices": read_device_states(),
-            "loop": None if self._loop is None else self._loop.state_dict(),
-        }
+        return self._state.parts.save_for_worker()
 
     def take_state(self, found: dict[str, Any]) -> None:
         """Take what `state_for_new_worker` has returned on another worker (local)."""
-        self._state.take_from_worker(found)
-        if self._loop is not None and found["loop"] is not None:
-            self._loop.load_state_dict(found["loop"])
-        set_host_states(found)
-        set_device_states(found["devices"])
+        self._state.load_for_worker(found)
 
     def report_change(self, joined: NextGeneration, world: World, seconds: float, *, is_repeated: bool) -> None:
         self.on_continued(

@@ -5,44 +5,33 @@ Nothing here holds a `World`: a run may continue with other workers, and each se
 """
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.checkpoint import state_digest
 from lockstep.data import Cursor, ShardedBatch
 from lockstep.engine.arguments import TrainerArguments
 from lockstep.engine.batches import BatchSequenceCheck
 from lockstep.engine.callbacks import Callbacks
 from lockstep.engine.external_steps import SchedulerStepCheck
 from lockstep.engine.fingerprint import Fingerprint, take_fingerprint
-from lockstep.engine.optimizer_checks import UnsavedAttributes
+from lockstep.engine.networks import TRAINED_MODELS, NetworksPart
+from lockstep.engine.optimizer_state import OptimizerPart
 from lockstep.engine.optimizers import (
     OptimizerSet,
     UpdatePlan,
     UpdateSpec,
     combine_optimizers,
     combine_schedulers,
-    separate_optimizers,
-)
-from lockstep.engine.restoring import (
-    Stateful,
-    UnsavedBuffers,
-    check_options,
-    check_state,
-    class_name,
-    option_names,
-    restored_on_error,
 )
 from lockstep.engine.state_file import Scheduler
+from lockstep.engine.state_parts import CallbacksPart, ModelPart, ObjectPart, State, StatePart, StateParts, WorkerPart
 from lockstep.engine.step_result import StepOutcome
-from lockstep.errors import LossError, UnusableStateError, clause
-from lockstep.processes.user_line import stacklevel_of_user
+from lockstep.errors import CheckpointError, LossError, UnusableStateError, clause
 from lockstep.torch_private.compiler import has_compiled_part
 
 
@@ -90,11 +79,25 @@ class RunState:
         self.unread_step: UnreadStep | None = None
         self.may_be_unread = True
         self.waits_for_device = False
-        self._unsaved = UnsavedBuffers(self.model)
         self._updates_made: dict[str, Callable[[], StepOutcome]] = {}
-        self._unusable_because = ""
-        self._failed_step = ""
-        self._unsaved_attributes = list(map(UnsavedAttributes, separate_optimizers(self.optimizer)))
+        self.unusable_because = ""
+        self.failed_here = ""
+        self.has_begun = False
+        self.networks = NetworksPart(self.plan.losses, self.model)
+        self.worker = WorkerPart()
+        self.parts = StateParts(
+            [
+                _ProgressPart(self),
+                ModelPart(self.model),
+                self.networks,
+                OptimizerPart(self.optimizer, self.model),
+                ObjectPart("scheduler", self.scheduler, has_class=True),
+                ObjectPart("scaler", self.scaler),
+                CallbacksPart(self.callbacks),
+                self.worker,
+            ]
+        )
+        TRAINED_MODELS.add(self)
 
     def autocast(self) -> AbstractContextManager[object]:
         if self.precision is None:
@@ -145,13 +148,14 @@ class RunState:
 
     def advance(self, batch: ShardedBatch, *, is_last: bool) -> None:
         """Note that an update of the step of `batch` was made; with the last one the step was taken."""
-        self._failed_step = ""
+        self.failed_here = ""
         self.num_updates = 0 if is_last else self.num_updates + 1
         if not is_last:
             self.scheduler_check.note()
             return
         self.cursor = batch.cursor.advance(batch.num_steps)
         self.global_step += 1
+        self.has_begun = True
         self.data.note(batch)
         self.scheduler_check.note()
 
@@ -188,11 +192,11 @@ class RunState:
     @property
     def failed_step(self) -> str:
         """How the last step has failed here, if other workers may have finished it, in words; else empty."""
-        return self._failed_step or self._unusable_because
+        return self.failed_here or self.unusable_because
 
     def mark_unusable(self, reason: str) -> None:
         """Note that parameters, optimizer and scheduler belong to no step; the reason is a sentence."""
-        self._unusable_because = self._unusable_because or reason
+        self.unusable_because = self.unusable_because or reason
 
     def note_end(self) -> None:
         """Note that a callback, of this worker or another one, has ended the training with the present step."""
@@ -201,22 +205,26 @@ class RunState:
 
     def note_failed_step(self, place: str, error: BaseException) -> None:
         """Note that a step has failed when other workers may have finished it."""
-        left = self._unusable_because or "Nothing was changed by it there."
-        self._failed_step = f"{place} failed with {type(error).__name__}: {clause(error)}. {left}"
+        left = self.unusable_because or "Nothing was changed by it there."
+        self.failed_here = f"{place} failed with {type(error).__name__}: {clause(error)}. {left}"
 
     def forget_failed_step(self) -> None:
         """Note that no other worker has finished the step that has failed here."""
-        self._failed_step = ""
+        self.failed_here = ""
 
     def check_usable(self) -> None:
-        if self._unusable_because:
+        if self.unusable_because:
             raise UnusableStateError(
-                f"{self._failed_step or self._unusable_because} This trainer cannot continue. Load a checkpoint on "
+                f"{self.failed_here or self.unusable_because} This trainer cannot continue. Load a checkpoint on "
                 "every rank: trainer.load(path). (LS524)"
             )
 
+    def kept_modules(self) -> nn.Module:
+        """Return what has the buffers with which each shard and each slice begins."""
+        return self.parts.modules()
+
     def digest(self) -> str:
-        return state_digest({name: each for name, each in self.model.state_dict().items() if isinstance(each, Tensor)})
+        return self.parts.digest()
 
     def fingerprint(self) -> Fingerprint:
         return take_fingerprint(
@@ -230,99 +238,97 @@ class RunState:
         """Return all that the run needs to resume: plain values, and the live tensors."""
         self.check_usable()
         self.read_last_step()
-        unsaved = self._unsaved.changed()
-        if unsaved:
-            warnings.warn(
-                f"The steps have changed {', '.join(unsaved)}, which is not part of the model's state: a run that "
-                "resumes from it begins with other values there, and may end in others. Register it with "
-                "persistent=True, unless it only keeps what is computed anyway. (LS519)",
-                stacklevel=stacklevel_of_user(),
-            )
-        for each in self._unsaved_attributes:
-            each.warn_of_changed()
-        return self._collect()
+        return self.parts.save()
 
     @contextmanager
-    def restored_from(
-        self,
-        state: Mapping[str, Any],
-        scheduler: Scheduler | None = None,
-        of_scheduler: dict[str, Any] | None = None,
-        others: Sequence[Stateful] = (),
-        *,
-        has_callbacks: bool = True,
-    ) -> Iterator[None]:
-        """Load what `to_dict` returned; if the block raises, restore the state before.
-
-        `scheduler` is one that this run does not step by itself; `others` are objects that the block loads.
-        """
+    def restored_from(self, state: Mapping[str, Any], others: Sequence[StatePart] = ()) -> Iterator[None]:
+        """Load what `to_dict` returned, and `others`; if that or the block raises, restore the state before."""
         self.read_last_step()
         self.unread_step = None  # what it was is replaced
-        check_state(state, self._collect())
-        options = option_names(self.optimizer)
-        of_callbacks = (state.get("callbacks") or {}) if has_callbacks else {}
-        parts = [self.scheduler, self.scaler, scheduler, *others]
-        if has_callbacks:
-            self.callbacks.check_state(of_callbacks)
-            parts.append(self.callbacks)
-        with restored_on_error(self.model, self.optimizer, parts):
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            check_options(self.optimizer, options)
-            if self.scaler is not None:
-                self.scaler.load_state_dict(state["scaler"])
-            if self.scheduler is not None:
-                self.scheduler.load_state_dict(state["scheduler"])
-            if scheduler is not None and of_scheduler is not None:
-                scheduler.load_state_dict(of_scheduler)
-            self.callbacks.load_state_dict(of_callbacks)
-            cursor, global_step = Cursor(state["epoch"], state["step"]), state["global_step"]
+        with self.parts.loaded(state, others):
             yield
-        self.cursor, self.global_step = cursor, global_step
         self.scheduler_check.note()
-        self.data.restore(state.get("loader"))
-        self._unusable_because = self._failed_step = ""
-        self.is_ending, self.end_reason, self.end_reason_after_step = False, "", ""
 
-    def for_new_worker(self) -> dict[str, Any]:
-        """Return all that a new worker of the run needs: plain values, and the live tensors (local)."""
+    def load_for_worker(self, found: Mapping[str, Any]) -> None:
+        """Take what `parts.save_for_worker` has returned on another worker (local)."""
+        self.parts.load_for_worker(found)
+        self.scheduler_check.note()
+
+
+@final
+class _ProgressPart(StatePart):
+    """Where the run is: in the data, in its steps, at its end."""
+
+    _NEEDED = ("model", "optimizer", "scheduler", "epoch", "step", "global_step", "num_shards", "seed")
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+
+    def save(self) -> dict[str, Any]:
+        state = self._state
         return {
-            "state": self._collect(),
-            "buffers": dict(self.model.named_buffers()),
-            "unusable": self._unusable_because,
-            "failed_step": self._failed_step,
-            "ending": (self.is_ending, self.end_reason, self.end_reason_after_step),
+            "epoch": state.cursor.epoch,
+            "step": state.cursor.step,
+            "global_step": state.global_step,
+            "num_shards": state.num_shards,
+            "seed": state.seed,
+            "loader": state.data.source,
+            "fingerprint": state.fingerprint().to_dict(),
         }
 
-    @torch.no_grad()
-    def take_from_worker(self, found: Mapping[str, Any]) -> None:
-        """Take what `for_new_worker` has returned on another worker (local); an error changes only buffers' shapes."""
-        buffers: Mapping[str, Tensor] = found["buffers"]
-        for name, mine in self.model.named_buffers():
-            new = buffers.get(name)
-            if new is not None and new.shape != mine.shape:  # they grow in some models
-                owner, _, attribute = name.rpartition(".")
-                setattr(self.model.get_submodule(owner), attribute, torch.empty_like(new))
-        with self.restored_from(found["state"]):
-            for name, mine in self.model.named_buffers():
-                mine.copy_(buffers[name])  # also those that are not part of the model's state
-        self._unusable_because, self._failed_step = found["unusable"], found["failed_step"]
-        self.is_ending, self.end_reason, self.end_reason_after_step = found["ending"]
+    def save_for_worker(self) -> dict[str, Any]:
+        return {**self.save(), "flags": self._flags()}
 
-    def _collect(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "optimizer_class": class_name(self.optimizer),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "scheduler_class": class_name(self.scheduler),
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "callbacks": self.callbacks.state_dict(),
-            "epoch": self.cursor.epoch,
-            "step": self.cursor.step,
-            "global_step": self.global_step,
-            "num_shards": self.num_shards,
-            "seed": self.seed,
-            "loader": self.data.source,
-            "fingerprint": self.fingerprint().to_dict(),
-        }
+    def check(self, saved: State) -> None:
+        missing = [name for name in self._NEEDED if not isinstance(saved, Mapping) or name not in saved]
+        if missing:
+            raise CheckpointError(
+                f"The state has no {', '.join(missing)}: it is not what trainer.state_dict() returns. Save that, for "
+                "the state of a model alone does not hold the position of the run; weights alone go into the model, "
+                "before the trainer is made. (LS708)"
+            )
+        for name, mine in (("num_shards", self._state.num_shards), ("seed", self._state.seed)):
+            if saved[name] != mine:
+                raise CheckpointError(
+                    f"The state was saved with {name} {saved[name]}, and this run has {mine}: the result "
+                    f"would differ. Set {name} to {saved[name]}. (LS708)"
+                )
+
+    def load(self, saved: State) -> None:
+        state = self._state
+        state.cursor, state.global_step = Cursor(saved["epoch"], saved["step"]), saved["global_step"]
+        state.data.restore(saved.get("loader"))
+        self._set_flags((False, "", "", "", ""))
+        state.has_begun = True
+
+    def load_for_worker(self, saved: State) -> None:
+        self.load(saved)
+        self._set_flags(saved["flags"])
+
+    def keep(self, *, is_stepped: bool) -> Callable[[], object]:
+        restore, flags = self._state.record_progress() if is_stepped else self._record(), self._flags()
+
+        def put_back() -> None:
+            restore()
+            self._set_flags(flags)
+
+        return put_back
+
+    def _record(self) -> Callable[[], None]:
+        state = self._state
+        before = state.cursor, state.global_step, copy.copy(state.data)
+
+        def restore() -> None:
+            state.cursor, state.global_step, state.data = before
+
+        return restore
+
+    def _flags(self) -> tuple[bool, str, str, str, str]:
+        state = self._state
+        ending = state.is_ending, state.end_reason, state.end_reason_after_step
+        return *ending, state.unusable_because, state.failed_here
+
+    def _set_flags(self, flags: Sequence[Any]) -> None:
+        state = self._state
+        state.is_ending, state.end_reason, state.end_reason_after_step = flags[:3]
+        state.unusable_because, state.failed_here = flags[3:]

@@ -8,7 +8,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -16,13 +16,15 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from lockstep.checkpoint import Checkpoint, Manifest, load_checkpoint, save_checkpoint, state_digest
+from lockstep.checkpoint import Checkpoint, Manifest, load_checkpoint, save_checkpoint
+from lockstep.checkpoint.file import with_digest
 from lockstep.checkpoint.manifest import decode_state, encode_state
 from lockstep.checkpoint.step_files import checkpoint_name, find_newest_intact
 from lockstep.comm import World
 from lockstep.data import Cursor
 from lockstep.engine.batches import gather_results
-from lockstep.engine.restoring import Stateful, class_name
+from lockstep.engine.optimizers import class_name
+from lockstep.engine.state_parts import Stateful
 from lockstep.errors import CheckpointError, PeerFailedError, without_code
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.recording import EventKind, own_recorder
@@ -30,6 +32,10 @@ from lockstep.version import VERSION
 
 Result = TypeVar("Result")
 _CLASSES = ("optimizer", "scheduler", "other_scheduler")
+_PLAIN = ("epoch", "step", "global_step", "num_shards", "seed", "loader", "fingerprint")
+_ENCODED = ("optimizer", "scaler", "callbacks")
+_OF_MANIFEST = {*_PLAIN, *_ENCODED, "model", "optimizer_class", "scheduler", "scheduler_class"}
+"""The entries of a state that have places of their own in a manifest; all others are its `parts`."""
 
 
 class Scheduler(Protocol):
@@ -73,26 +79,26 @@ def pack_state(
     of_modules = {name: value for name, value in state["model"].items() if name not in model}
     others = {name: each.state_dict() for name, each in extra.items()}
     tensors: dict[str, Tensor] = {}
+
+    def encode(name: str, value: Any) -> Any:
+        if value is None or (value == {} and name not in {"optimizer", "scheduler"}):
+            return None
+        return encode_state(value, "optimizer" if name == "optimizer" else f"optimizer/{name}", tensors)
+
+    parts = {name: encode(name, value) for name, value in state.items() if name not in _OF_MANIFEST}
     manifest = Manifest(
-        epoch=state["epoch"],
-        step=state["step"],
-        global_step=state["global_step"],
-        num_shards=state["num_shards"],
-        seed=state["seed"],
+        **{name: state[name] for name in _PLAIN},
+        **{name: encode(name, state.get(name)) for name in _ENCODED},
         digest="",
-        loader=state["loader"],
-        fingerprint=state["fingerprint"],
-        scaler=encode_state(state["scaler"], "optimizer/scaler", tensors) if state["scaler"] else None,
-        optimizer=encode_state(state["optimizer"], "optimizer", tensors),
-        scheduler=None if scheduler is None else encode_state(scheduler.state_dict(), "optimizer/scheduler", tensors),
+        scheduler=None if scheduler is None else encode("scheduler", scheduler.state_dict()),
         classes={
             "optimizer": state["optimizer_class"],
             "scheduler": state["scheduler_class"],
             "other_scheduler": None if state["scheduler_class"] else class_name(scheduler),
         },
-        callbacks=encode_state(state["callbacks"], "optimizer/callbacks", tensors) if state.get("callbacks") else None,
-        model_extra=encode_state(of_modules, "optimizer/model", tensors) if of_modules else None,
-        extra=encode_state(others, "optimizer/extra", tensors) if others else None,
+        model_extra=encode("model", of_modules),
+        extra=encode("extra", others),
+        parts={name: value for name, value in parts.items() if value is not None} or None,
         config=config,
         metrics={
             name: float(value) if value is not None and math.isfinite(value) else None
@@ -107,19 +113,11 @@ def unpack_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what `Trainer.load_state_dict` takes, with the state of the scheduler, even of one that the user steps."""
     manifest, tensors = checkpoint.manifest, checkpoint.optimizer
     return {
+        **decode_state(manifest.parts or {}, tensors),
+        **{name: getattr(manifest, name) for name in _PLAIN},
+        **{name: decode_state(getattr(manifest, name), tensors) for name in (*_ENCODED, "scheduler")},
         **{f"{name}_class": manifest.classes[name] for name in _CLASSES if name in manifest.classes},
         "model": {**checkpoint.model, **decode_state(manifest.model_extra or {}, tensors)},
-        "optimizer": decode_state(manifest.optimizer, tensors),
-        "scheduler": decode_state(manifest.scheduler, tensors),
-        "scaler": decode_state(manifest.scaler, tensors),
-        "callbacks": decode_state(manifest.callbacks or {}, tensors),
-        "loader": manifest.loader,
-        "fingerprint": manifest.fingerprint,
-        "epoch": manifest.epoch,
-        "step": manifest.step,
-        "global_step": manifest.global_step,
-        "num_shards": manifest.num_shards,
-        "seed": manifest.seed,
     }
 
 
@@ -176,8 +174,7 @@ def write_on_rank_0(world: World, path: Path, take: Callable[[], Checkpoint]) ->
                 f"The directory of the checkpoint {file} cannot be created: {error}. (LS703)"
             ) from error
         with own_recorder().during(EventKind.SAVING, text="save"):
-            manifest = replace(checkpoint.manifest, digest=state_digest(checkpoint.model))
-            save_checkpoint(file, replace(checkpoint, manifest=manifest))
+            save_checkpoint(file, with_digest(checkpoint))
         return file
 
     return world.from_first(write)

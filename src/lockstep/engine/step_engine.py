@@ -37,7 +37,7 @@ from lockstep.engine.arguments import (
     check_same_arguments,
 )
 from lockstep.engine.balance import Balancer
-from lockstep.engine.batches import check_cut, check_sync_batchnorm, name_step
+from lockstep.engine.batches import check_cut, check_sync_batchnorm, gather_results, name_step
 from lockstep.engine.buffer_snapshot import without_repeats
 from lockstep.engine.buffers import ShardZeroBuffers
 from lockstep.engine.comparison import WorkerComparison, number_shards
@@ -49,7 +49,6 @@ from lockstep.engine.optimizers import UpdateSpec, separate_optimizers
 from lockstep.engine.own_generators import OwnGenerators
 from lockstep.engine.parameter_hooks import ParameterHooks
 from lockstep.engine.random_states import RandomStates
-from lockstep.engine.reached_networks import ReachedNetworks, find_networks
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import ShardRuns
 from lockstep.engine.step_checks import (
@@ -89,10 +88,12 @@ class StepEngine:
     ) -> None:
         record_this_worker(world.rank, world.world_size)
         model, optimizer = state.model, state.optimizer
+        state.networks.find()
         self._trained = trained = TrainedModel(model)
         if descriptions is not None:
             check_same_model(trained, world)
             check_same_arguments(descriptions)
+            check_same_arguments(gather_results(world, state.parts.describe, "constructing a Trainer"))
             check_fingerprints(state.fingerprint(), world)
             if world.group is not None:
                 broadcast_tensors(((name, without_repeats(each)) for name, each in trained.tensors()), world.group)
@@ -111,8 +112,8 @@ class StepEngine:
         self._row = DeviceRow(world, state.num_shards, state.device) if has_row else None
         self._random = RandomStates()
         losses = state.plan.losses
-        self._networks = ReachedNetworks(find_networks(losses, model), model)
-        self._buffers = ShardZeroBuffers(self._networks.with_model(model), world, state.device)
+        self._networks = state.networks
+        self._buffers = ShardZeroBuffers(state.kept_modules(), world, state.device)
         self._gradients = ShardReducer(trained, world, state.num_shards, arguments.bucket_limits)
         gradients = weakref.proxy(self._gradients)  # it holds the stopwatch
         self.stopwatch: Stopwatch = RecordedShards(self._recorder, lambda: gradients.last_gradient_ns)
@@ -132,7 +133,7 @@ class StepEngine:
         self._settings = SettingsChangeCheck()
         note = self._gradients.note_single_additions
         self._nested_backwards = NestedBackwardCheck(lambda adds_once: note(adds_once=adds_once))
-        self._comparison = WorkerComparison(model, optimizer, world)
+        self._comparison = WorkerComparison(state, world, self._buffers)
         self._guards = StepGuards(separate_optimizers(optimizer), self)
         self._update = Update(state, arguments.norm_limit, self._guards)
         self._hooks = ParameterHooks(trained.trained, world)
@@ -232,6 +233,7 @@ class StepEngine:
         self._model_changes.check()
         self._settings.check()
         state.scheduler_check.check()
+        self._comparison.begin()
         if self._row is not None:
             self._row.begin()
         self._trained.drop_gradients()  # all of them, also of what the optimizer does not train

@@ -26,13 +26,13 @@ from lockstep.engine.determinism import DeterminismSwitches
 from lockstep.engine.evaluation import Metric, evaluate
 from lockstep.engine.fingerprint import Fingerprint
 from lockstep.engine.moments import Moments
+from lockstep.engine.networks import TRAINED_MODELS
 from lockstep.engine.present_engine import PresentEngine
-from lockstep.engine.recovery import LoopState
-from lockstep.engine.restoring import Stateful
 from lockstep.engine.run_state import RunState
 from lockstep.engine.saving import load_state, save_state
 from lockstep.engine.shard_runs import Loss
 from lockstep.engine.state_file import LoadedState, Scheduler
+from lockstep.engine.state_parts import Stateful
 from lockstep.engine.step_engine import StepEngine
 from lockstep.engine.step_result import StepResult
 from lockstep.reduce import BucketLimits
@@ -455,7 +455,7 @@ class Trainer:
         """
         self._present.recovery.on_new_world(callback, lambda: self.world)
 
-    def join(self, loop: LoopState | None = None, *, before_leaving: Callable[[], object] | None = None) -> bool:
+    def join(self, loop: Stateful | None = None, *, before_leaving: Callable[[], object] | None = None) -> bool:
         """Join the others, if this worker was started when they were training already (collective for new workers).
 
         Call it when model, optimizer, loader and trainer are made, in the place where you would load a checkpoint. It
@@ -466,7 +466,8 @@ class Trainer:
 
         Args:
             loop: What your loop keeps beside the trainer and a new worker needs, such as the best value so far: its
-                `state_dict()` is called on one of the others, and `load_state_dict` on the new worker. It is pickled.
+                `state_dict()` is called on one of the others, and `load_state_dict` on the new worker: numbers, text,
+                tensors, and lists and dictionaries of these.
             before_leaving: Called on a worker that was asked to leave, before the others go on without it: finish what
                 only this worker does, such as a file that it writes.
 
@@ -551,6 +552,7 @@ class Trainer:
             self.moments.end()
         finally:
             self.engine.close()
+            TRAINED_MODELS.discard(self._state)
             self._switches.restore()
         self._state.check_last_step()
 

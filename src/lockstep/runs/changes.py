@@ -137,7 +137,7 @@ def _text(value: Any) -> str:
 
 
 def _reason_impossible(name: str, saved: Mapping[str, Any], now: Mapping[str, Any], *, is_mid_epoch: bool) -> str:
-    from lockstep.engine.restoring import SCHEDULED  # imports torch, which the names of keys do not need
+    from lockstep.engine.saving import SCHEDULED  # imports torch, which the names of keys do not need
 
     key, _, option = name.partition(".")
     if key in _IMPOSSIBLE:

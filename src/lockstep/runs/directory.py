@@ -49,8 +49,8 @@ from lockstep.runs.config import Config, read_config
 
 if TYPE_CHECKING:  # `lockstep train` makes a run directory without torch
     from lockstep.checkpoint import Checkpoint
-    from lockstep.engine.restoring import Stateful
     from lockstep.engine.state_file import Scheduler
+    from lockstep.engine.state_parts import Stateful
     from lockstep.engine.trainer import Trainer
 
 CONFIG_NAME = "config.yaml"

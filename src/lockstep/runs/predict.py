@@ -189,6 +189,9 @@ class _SavedModel:
     seed: int
     precision: str
 
+    def kept_modules(self) -> nn.Module:
+        return self.model
+
     def autocast(self) -> AbstractContextManager[object]:
         dtype = getattr(torch, self.precision)
         return torch.autocast(self.device.type, dtype, enabled=dtype is not torch.float32)

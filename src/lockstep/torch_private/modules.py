@@ -71,6 +71,16 @@ warn_of_unequal_devices: Callable[[list[int]], None] = _check_balance
 """Warn of a GPU with much less memory or fewer cores than the others, as `torch.nn.DataParallel` does."""
 
 
+def complete_optimizer(optimizer: Optimizer) -> None:
+    """Give an optimizer whose class does not call `Optimizer.__init__` what that sets, as unpickling an old one does.
+
+    Wrappers of another optimizer are such, Lookahead of torch_optimizer for one: they have no dictionaries of hooks.
+    """
+    vars(optimizer).setdefault("defaults", {})
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+        Optimizer.__setstate__(optimizer, {})
+
+
 def byte_view(tensor: Tensor) -> Tensor:
     """Return a dense tensor's bytes in row-major order, on the CPU; without a copy if they lie there so."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

@@ -59,14 +59,15 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_every_format_is_read(version: int) -> None:
     path = GOLDEN / f"format-{version}.ckpt"
     read = load_checkpoint(path)
     assert read.manifest.format_version == version
     assert (read.manifest.epoch, read.manifest.step, read.manifest.global_step) == (1, 0, 2)
     assert read.manifest.digest == state_digest(read.model) == GOLDEN_DIGEST
-    assert len(read.optimizer) == 18
+    assert len(read.optimizer) == (19 if version == 4 else 18)
+    assert read.manifest.parts is None
     assert bool(read.manifest.checksums) == (version > 1)
     assert read.manifest.classes.get("optimizer") == (None if version < 3 else "Adam")
     assert verify_checkpoint(path).is_intact
@@ -102,7 +103,7 @@ def test_a_flipped_bit_anywhere_is_noticed_and_the_tensor_named(tmp_path: Path) 
             assert result.damaged == (info.name,)
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_a_cut_off_file_is_noticed_wherever_the_cut_is(tmp_path: Path, version: int) -> None:
     path = tmp_path / "a.ckpt"
     data = (GOLDEN / f"format-{version}.ckpt").read_bytes()
@@ -161,8 +162,8 @@ def test_weights_of_another_digest_are_noticed(tmp_path: Path) -> None:
 
 
 def test_a_later_format_and_a_foreign_file_are_not_called_damaged(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has format 5, but this version of Lockstep reads only formats up to 4"):
-        verify_checkpoint(write(tmp_path / "later.ckpt", format_version=5))
+    with pytest.raises(CheckpointError, match="has format 6, but this version of Lockstep reads only formats up to 5"):
+        verify_checkpoint(write(tmp_path / "later.ckpt", format_version=6))
     save_file({"weight": torch.ones(2)}, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match="without a Lockstep manifest"):
         verify_checkpoint(tmp_path / "a.safetensors")

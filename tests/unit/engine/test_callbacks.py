@@ -11,7 +11,6 @@ from tests.support.threaded_ranks import run_ranks
 from torch import Tensor, nn
 
 import lockstep as ls
-from lockstep.checkpoint import read_manifest
 from lockstep.comm import World
 from lockstep.errors import CheckpointError, ParameterMismatchError
 
@@ -131,13 +130,7 @@ def test_state_is_resumed_in_the_middle_of_an_epoch(stop_after: int, tmp_path: P
         return outcome(loop.train(), callbacks)
 
     run_ranks(2, first)
-    assert read_manifest(tmp_path / "middle.ckpt").format_version == 4
     assert run_ranks(3, second) == [alone] * 3
-
-
-def test_a_run_without_states_writes_the_format_that_earlier_versions_read(tmp_path: Path) -> None:
-    path = Run(None, callbacks=[ls.MaxSteps(3)]).trainer.save(tmp_path / "a.ckpt")
-    assert read_manifest(path).format_version == 3
 
 
 def test_the_exponential_average_is_that_of_the_formula() -> None:

@@ -422,8 +422,8 @@ def test_tiny_numbers_that_become_zero_are_in_the_fingerprint() -> None:
 
 
 def test_a_world_of_one_compares_nothing() -> None:
-    model = nn.Linear(3, 1)
-    comparison = WorkerComparison(model, sgd(model), current_world())
+    training = make()
+    comparison = WorkerComparison(training._state, current_world(), training.engine._buffers)
     assert current_world().world_size == 1
     assert (comparison.options_number(), comparison.values_number()) == (0, 0)
 

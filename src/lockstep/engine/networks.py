@@ -1,0 +1,208 @@
+"""What is done with the networks that the losses use beside the model: a part of the state of the run.
+
+[Note: networks of several trainers] Such a network may be the model of another trainer, as the other half of a GAN.
+That trainer compares its parameters in its steps; and where it has taken steps or loaded a state, a load here leaves
+them as they are.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.manifest import NETWORKS_PREFIX, encode_state
+from lockstep.engine.reached_networks import find_networks
+from lockstep.engine.state_parts import (
+    State,
+    StatePart,
+    UnsavedBuffers,
+    keep_module,
+    load_with_buffers,
+    unsaved_buffers,
+    warn_of_unsaved_buffers,
+)
+from lockstep.errors import CheckpointError
+from lockstep.processes.user_line import stacklevel_of_user
+from lockstep.reduce.model import Description
+from lockstep.reduce.tensor_bits import sum_of_bits
+
+
+@final
+class NetworksPart(StatePart):
+    """Networks that nobody trains here; but a forward may write their buffers, and the loop their parameters."""
+
+    def __init__(self, losses: Sequence[Any], model: nn.Module) -> None:
+        self._losses = losses
+        self._model = model
+        self._unsaved: dict[str, UnsavedBuffers] = {}
+        self.networks: dict[str, nn.Module] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._had_gradient: dict[str, Tensor | None] = {}
+        self._is_checked = True
+        self.find()
+
+    def find(self) -> None:
+        """Look for them again, as for each set of workers (local)."""
+        self.networks = find_networks(self._losses, self._model)
+        own = set(map(id, self._model.parameters()))
+        self.parameters = {
+            f"{path}.{name}": parameter
+            for path, network in self.networks.items()
+            for name, parameter in network.named_parameters()
+            if id(parameter) not in own
+        }
+        for name, network in self.networks.items():
+            self._unsaved.setdefault(name, UnsavedBuffers(network))
+        self._had_gradient = {name: each.grad for name, each in self.parameters.items()}
+        self._is_checked = not self.networks
+
+    def warn_of_unsaved(self) -> None:
+        changed = [f"{name}.{buffer}" for name in self.networks for buffer in self._unsaved[name].changed()]
+        warn_of_unsaved_buffers(changed, "the state of a network that the loss uses")
+
+    def save(self) -> dict[str, Any]:
+        return {"networks": {name: self._save(each) for name, each in self.networks.items()}} if self.networks else {}
+
+    def _save(self, network: nn.Module) -> dict[str, Any]:
+        own = {*map(id, self._model.parameters()), *map(id, self._model.buffers())}
+        found = network.state_dict(keep_vars=True)
+        return {
+            name: each.detach() if isinstance(each, Tensor) else each
+            for name, each in found.items()
+            if id(each) not in own
+        }
+
+    def check(self, saved: State) -> None:
+        found = saved.get("networks") or {}
+        for name in found:
+            if name not in self.networks:
+                there = ", ".join(self.networks) or "none"
+                raise CheckpointError(
+                    f"The state holds a network {name} that the loss function used, and this run's loss function uses "
+                    f"{there}: the result would differ. Make it, and the networks that it uses, as they were, before "
+                    "the trainer. (LS708)"
+                )
+
+    def load(self, saved: State) -> None:
+        found = saved.get("networks") or {}
+        missing = [name for name in self.networks if name not in found]
+        if missing:
+            warnings.warn(
+                f"The loss function uses {missing[0]}, of which the state holds nothing: it has the values with which "
+                "it was made, and not those of the run that was saved. (LS711)",
+                stacklevel=stacklevel_of_user(),
+            )
+        for name, state in found.items():
+            network = self.networks[name]
+            if not TRAINED_MODELS.has_begun(network, but=self._model):
+                network.load_state_dict({**network.state_dict(), **state})
+
+    def save_for_worker(self) -> dict[str, Any]:
+        unsaved = {name: unsaved_buffers(each) for name, each in self.networks.items()}
+        return {**self.save(), "network_buffers": unsaved}
+
+    def load_for_worker(self, saved: State) -> None:
+        for name, state in (saved.get("networks") or {}).items():
+            network = self.networks[name]
+            load_with_buffers(network, {**network.state_dict(), **state}, saved["network_buffers"][name])
+
+    def keep(self, *, is_stepped: bool) -> Callable[[], object]:
+        del is_stepped
+        kept = [keep_module(each) for each in self.networks.values()]
+
+        def put_back() -> None:
+            for each in kept:
+                each()
+
+        return put_back
+
+    def modules(self) -> Sequence[nn.Module]:
+        return list(self.networks.values())
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        encode_state(self.save().get("networks", {}), NETWORKS_PREFIX, found)
+        return found
+
+    def describe(self) -> Description:
+        return {f"the network {name} that the loss uses": _number_of(each) for name, each in self.networks.items()}
+
+    def compared(self) -> Mapping[str, Tensor]:
+        if not self.parameters:
+            return {}
+        elsewhere = TRAINED_MODELS.parameters(but=self._model)
+        return {name: each for name, each in self.parameters.items() if id(each) not in elsewhere}
+
+    def compared_at_begin(self) -> Mapping[str, Tensor]:
+        if not self.networks:
+            return {}
+        own = set(map(id, self._model.buffers()))
+        return {
+            f"{path}.{name}": each
+            for path, network in self.networks.items()
+            for name, each in network.named_buffers()
+            if id(each) not in own and each.numel() and each.layout is torch.strided
+        }
+
+    def check_gradients(self) -> None:
+        """Warn, once, of a network that the losses have given gradients and that no trainer trains (local)."""
+        if self._is_checked:
+            return
+        self._is_checked = True
+        trained = TRAINED_MODELS.parameters(but=None)
+        odd = [
+            name
+            for name, each in self.parameters.items()
+            if each.requires_grad and each.grad is not self._had_gradient[name] and id(each) not in trained
+        ]
+        if odd:
+            warnings.warn(
+                f"The loss function uses a network that is no part of the model, and gives {odd[0]} "
+                f"{f'and {len(odd) - 1} more of its parameters gradients' if len(odd) > 1 else 'a gradient'}, by which "
+                "nothing is trained. If it is to be trained, make it a part of the model, and its parameters of an "
+                "optimizer; if not, call requires_grad_(False) on it, or use it under torch.no_grad(). (LS521)",
+                stacklevel=stacklevel_of_user(),
+            )
+
+
+@final
+class TrainedModels:
+    """The models of the trainers of this process. [Note: networks of several trainers]."""
+
+    def __init__(self) -> None:
+        self._runs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._num_added = 0
+
+    def add(self, run: Any) -> None:
+        """Add a `RunState`."""
+        self._runs.add(run)
+        self._num_added += 1
+
+    def discard(self, run: Any) -> None:
+        self._runs.discard(run)
+
+    @property
+    def num_changes(self) -> tuple[int, int]:
+        """Two numbers that change with the models."""
+        return self._num_added, len(self._runs)
+
+    def has_begun(self, network: nn.Module, but: nn.Module) -> bool:
+        """Whether a trainer of a network, or of one that it is in, has taken steps or loaded a state."""
+        return any(run.has_begun and run.model is not but and network in set(run.model.modules()) for run in self._runs)
+
+    def parameters(self, but: nn.Module | None) -> set[int]:
+        """Return the ids of the parameters of all models but one."""
+        return {id(each) for run in self._runs if run.model is not but for each in run.model.parameters()}
+
+
+TRAINED_MODELS: Final = TrainedModels()
+
+
+def _number_of(network: nn.Module) -> str:
+    tensors = [
+        each for each in (*network.parameters(), *network.buffers()) if each.numel() and each.layout is torch.strided
+    ]
+    return f"{int(sum_of_bits(tensors)):x}" if tensors else "empty"
