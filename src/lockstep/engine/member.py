@@ -35,7 +35,7 @@ from lockstep.checkpoint.manifest import decode_state, encode_state
 from lockstep.comm import World, calls_for
 from lockstep.comm.generations import Generations, NextGeneration
 from lockstep.engine.step_table import StepAgreement
-from lockstep.errors import CheckpointError, GroupError, LockstepError, PeerFailedError, PeerLostError
+from lockstep.errors import CheckpointError, GroupError, LockstepError, PeerFailedError, PeerLostError, without_code
 from lockstep.torch_private.modules import byte_view
 
 Result = TypeVar("Result")
@@ -345,7 +345,9 @@ def send_state(world: World, state: Any, targets: Sequence[int]) -> None:
     try:
         encoded = encode_state(state, "state", tensors)
     except CheckpointError as error:
-        raise CheckpointError(f"The state of the run cannot be sent to a new worker. {error}") from error
+        raise CheckpointError(
+            f"The state of the run cannot be sent to a new worker. {without_code(error)} (LS704)"
+        ) from error
     specs = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()]
     text = torch.frombuffer(bytearray(json.dumps([encoded, specs]).encode()), dtype=torch.uint8)
     parts = [byte_view(each) for each in tensors.values()]

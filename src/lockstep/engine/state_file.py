@@ -33,8 +33,8 @@ from lockstep.version import VERSION
 Result = TypeVar("Result")
 _CLASSES = ("optimizer", "scheduler", "other_scheduler")
 _PLAIN = ("epoch", "step", "global_step", "num_shards", "seed", "loader", "fingerprint")
-_ENCODED = ("optimizer", "scaler", "callbacks")
-_OF_MANIFEST = {*_PLAIN, *_ENCODED, "model", "optimizer_class", "scheduler", "scheduler_class"}
+_ENCODED = ("optimizer", "scaler")
+_OF_MANIFEST = {*_PLAIN, *_ENCODED, "model", "callbacks", "optimizer_class", "scheduler", "scheduler_class"}
 """The entries of a state that have places of their own in a manifest; all others are its `parts`."""
 
 
@@ -97,6 +97,7 @@ def pack_state(
             "other_scheduler": None if state["scheduler_class"] else class_name(scheduler),
         },
         model_extra=encode("model", of_modules),
+        callbacks=encode("callbacks", state.get("callbacks")),
         extra=encode("extra", others),
         parts={name: value for name, value in parts.items() if value is not None} or None,
         config=config,
@@ -116,6 +117,7 @@ def unpack_state(checkpoint: Checkpoint) -> dict[str, Any]:
         **decode_state(manifest.parts or {}, tensors),
         **{name: getattr(manifest, name) for name in _PLAIN},
         **{name: decode_state(getattr(manifest, name), tensors) for name in (*_ENCODED, "scheduler")},
+        "callbacks": decode_state(manifest.callbacks or {}, tensors),
         **{f"{name}_class": manifest.classes[name] for name in _CLASSES if name in manifest.classes},
         "model": {**checkpoint.model, **decode_state(manifest.model_extra or {}, tensors)},
     }
