@@ -322,6 +322,16 @@ class DistributedDataParallel(TorchNames):
 
     # -- Buffers -------------------------------------------------------------------------------------------------------
 
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:  # type: ignore[override] # torch assigns to it
+        """The buffers by name, those of layers that were added after wrapping too."""
+        return self._sync.named_buffers()
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:  # type: ignore[override] # likewise
+        """Likewise without their names."""
+        return list(self.named_module_buffers.values())
+
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         """Overwrite the buffers with those of a rank, or call the user's hook for that (collective)."""
         hook = getattr(self, "buffer_hook", None)

@@ -10,7 +10,7 @@ from typing import Any, Self, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join
 from torch.nn import parallel as torch_parallel
@@ -50,7 +50,6 @@ class TorchNames(torch_parallel.DistributedDataParallel):
     forward_sync_buffers: bool
     static_graph: bool
     _workers: World
-    _sync: Any
     _hook: RegisteredHook | None = None
     # What torch sets in each object; nothing here depends on the last three.
     require_forward_param_sync = True
@@ -76,16 +75,6 @@ class TorchNames(torch_parallel.DistributedDataParallel):
     @broadcast_buffers.setter
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
-
-    @property
-    def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers by name, those of layers that were added after wrapping too."""
-        return self._sync.named_buffers()
-
-    @property
-    def modules_buffers(self) -> list[Tensor]:
-        """Likewise without their names."""
-        return list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:
         """Return whether there are buffers that are overwritten with rank 0's before a training forward."""

@@ -1,6 +1,7 @@
 """Buffers of a wrapped module; ranks are threads."""
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ def add_a_buffer_after_wrapping(world: World) -> list[float]:
 
 
 @pytest.mark.parametrize("script", [add_a_norm_after_wrapping, add_a_buffer_after_wrapping])
-def test_buffers_that_come_after_wrapping_are_rank_0s(script: object) -> None:
-    first, second = run_ranks(2, script, has_default_group=True)  # type: ignore[arg-type]
+def test_buffers_that_come_after_wrapping_are_rank_0s(script: Callable[[World], list[float]]) -> None:
+    first, second = run_ranks(2, script, has_default_group=True)
     assert first == second
 
 
