@@ -40,8 +40,8 @@ WITHOUT_TORCH = {
     ),
     "doctor.scripts": "data_rules device_rules rank_rules source",
     "launch": (
-        "continuation control descriptors elastic environment exits external fencing guardian launch_recorder "
-        "launcher membership messages output pickling rendezvous requests restarts scaling "
+        "continuation control elastic environment exits external fencing guardian "
+        "launcher membership messages output pickling rendezvous restarts scaling "
         "script_entry scripts sessions signals started_worker supervision template unpicklable worker_pool"
     ),
     "processes": "ending forking host stop_signals user_line",

@@ -37,7 +37,7 @@ OTHERS_CODE = {
         "cli/check.py: check",
         "engine/recovery.py: _log",
         "engine/state_file.py: raise_on_all_ranks",
-        "launch/requests.py: ScaleRequests._resize",
+        "launch/scaling.py: Scaling._resize",
         "launch/restarts.py: call_with_restarts",
         "launch/supervision.py: Supervision._error",
         "parallel/comparison/batches.py: UnevenBatchWarning._warn",

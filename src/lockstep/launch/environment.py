@@ -10,7 +10,6 @@ importing torch.
 import builtins
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,41 +25,27 @@ NOTICE = (
 _MODULE = "lockstep.drop_in"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchrunSettings:
-    rank: int
-    world_size: int
-    """How many there are, all on this host."""
-    port: int
-    """Port of the rendezvous, on loopback."""
-    is_served: bool
-    """Whether the launcher serves the rendezvous; if not, rank 0 does."""
-    run_id: str
-    """A unique name of this launch."""
-    own_card_only: bool
-    """Whether the worker sees its own GPU alone, as number 0."""
-    num_restarts: int = 0
-    max_restarts: int = 0
-
-
-def world_variables(settings: TorchrunSettings) -> dict[str, str]:
-    rank, world_size = str(settings.rank), str(settings.world_size)
+def place_variables(*, rank: int, local_rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return torch's variables about a worker, where all are on this host."""
     return {
-        "RANK": rank,
-        "LOCAL_RANK": "0" if settings.own_card_only else rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def torchrun_variables(rank: int, world_size: int, *, is_served: bool) -> dict[str, str]:
+    """Return what torchrun sets besides; `is_served`: the launcher serves the rendezvous, and not rank 0."""
+    return {
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "ROLE_NAME": "default",
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(settings.port),
-        "TORCHELASTIC_RUN_ID": settings.run_id,
-        "TORCHELASTIC_RESTART_COUNT": str(settings.num_restarts),
-        "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
-        "TORCHELASTIC_USE_AGENT_STORE": str(settings.is_served),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "TORCHELASTIC_USE_AGENT_STORE": str(is_served),
     }
 
 

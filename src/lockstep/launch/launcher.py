@@ -24,17 +24,15 @@ from lockstep.devices import Device, DeviceRequest, Placement, place_workers
 from lockstep.devices.choose import CPU
 from lockstep.launch.continuation import Continuation
 from lockstep.launch.control import ControlSocket
-from lockstep.launch.descriptors import check_current_directory, check_descriptors
 from lockstep.launch.elastic import FIXED, Elastic
 from lockstep.launch.environment import is_in_ipython
 from lockstep.launch.external import find_launcher, run_here
 from lockstep.launch.fencing import Fencing
-from lockstep.launch.launch_recorder import launch_recorded
 from lockstep.launch.messages import Report, WorkerTask, load_result, pack_call
 from lockstep.launch.rendezvous import reserved_port
-from lockstep.launch.requests import ScaleRequests
 from lockstep.launch.restarts import CallToStart, Restarts, StartAgain, call_with_restarts
 from lockstep.launch.scaling import Scaling
+from lockstep.launch.sessions import check_current_directory, check_descriptors, launch_recorded
 from lockstep.launch.signals import SignalForwarding, sigint_held_back
 from lockstep.launch.started_worker import StartedWorker
 from lockstep.launch.supervision import Supervision
@@ -280,9 +278,9 @@ def _supervise(pool: WorkerPool, server: ChannelServer, first: WorkerTask, setti
     with ExitStack() as stack:
         control: ControlSocket | None = None
         if settings.elastic.folder is not None:
-            requests = ScaleRequests(pool, continuation, scaling, find_devices)
             try:
-                control = ControlSocket(Path(settings.elastic.folder), pool, requests.begin, requests.result)
+                folder = Path(settings.elastic.folder)
+                control = ControlSocket(folder, pool, scaling.begin_request, scaling.request_result)
                 stack.callback(control.close)
             except OSError as error:
                 _LOGGER.warning("`lockstep scale` cannot change this run: %s. (LS603)", error)

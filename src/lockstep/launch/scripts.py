@@ -26,15 +26,14 @@ from lockstep.channel.server import ChannelServer
 from lockstep.devices import Placement, count_cores
 from lockstep.doctor.stacks import crash_place
 from lockstep.errors import WorkerFailure
-from lockstep.launch.descriptors import check_descriptors
 from lockstep.launch.environment import (
     NOTICE,
-    TorchrunSettings,
     device_variables,
+    place_variables,
     share_cores,
+    torchrun_variables,
     with_drop_in,
     with_folder,
-    world_variables,
 )
 from lockstep.launch.exits import (
     EARLIER_THAN_KILL_SECONDS,
@@ -48,11 +47,10 @@ from lockstep.launch.exits import (
     read_oom_kills,
     says_another_failed,
 )
-from lockstep.launch.launch_recorder import launch_recorded
 from lockstep.launch.output import Relays, Tail, flush_own_output, log_path, make_log_directory, print_message
 from lockstep.launch.rendezvous import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
 from lockstep.launch.restarts import Restarts
-from lockstep.launch.sessions import Sessions, exit_code
+from lockstep.launch.sessions import Sessions, check_descriptors, exit_code, launch_recorded
 from lockstep.launch.signals import SignalPipe
 from lockstep.processes.host import FREED_MEMORY_VARIABLES
 from lockstep.recording import EventKind, WorkerRecorder, new_recording
@@ -257,23 +255,10 @@ class _ScriptWorkerPool:
         folder = self._sessions.folder
         run_id = f"{RUN_ID}{uuid.uuid4().hex}"
         for rank in range(self._job.world_size):
-            settings = TorchrunSettings(
-                rank=rank,
-                world_size=self._job.world_size,
-                port=rendezvous.port,
-                is_served=rendezvous.is_served,
-                run_id=run_id,
-                own_card_only=self._job.own_card_only,
-                num_restarts=self._job.num_restarts,
-                max_restarts=self._job.max_restarts,
-            )
-            environment = _environment(self._job, settings, is_piped=self._relays is not None)
+            environment = _environment(self._job, rank, rendezvous, is_piped=self._relays is not None)
             with self._server.worker_end(rank) as channel:
-                self._start_one(
-                    rank,
-                    {**environment, **self._variables, **channel_variables(channel, rendezvous.port, folder)},
-                    channel,
-                )
+                own = {"TORCHELASTIC_RUN_ID": run_id, **channel_variables(channel, rendezvous.port, folder)}
+                self._start_one(rank, {**environment, **self._variables, **own}, channel)
 
     def _start_one(self, rank: int, environment: dict[str, str], channel: int) -> None:
         local_rank = [f"{self._job.local_rank_option}={environment['LOCAL_RANK']}"] * bool(self._job.local_rank_option)
@@ -385,16 +370,24 @@ class _ScriptWorkerPool:
             self._relays.finish()
 
 
-def _environment(job: ScriptJob, settings: TorchrunSettings, *, is_piped: bool) -> dict[str, str]:
+def _environment(job: ScriptJob, rank: int, rendezvous: Rendezvous, *, is_piped: bool) -> dict[str, str]:
     """Return all variables of a worker: those of the launch, else the user's, else our defaults."""
-    devices = device_variables(job.placement, settings.rank, own_card_only=settings.own_card_only)
+    local_rank = 0 if job.own_card_only else rank
     defaults = {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if is_piped:
         defaults["PYTHONUNBUFFERED"] = "1"
     if job.placement.devices[0].name == "cpu":
         defaults |= FREED_MEMORY_VARIABLES
     # LAUNCHED is cleared: these are not workers of `ls.launch`, although one of those may have started this launcher.
-    overrides = {**world_variables(settings), **devices, LAUNCHED: "", "OMP_NUM_THREADS": job.threads}
+    overrides = {
+        **place_variables(rank=rank, local_rank=local_rank, world_size=job.world_size, port=rendezvous.port),
+        **torchrun_variables(rank, job.world_size, is_served=rendezvous.is_served),
+        "TORCHELASTIC_RESTART_COUNT": str(job.num_restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        **device_variables(job.placement, rank, own_card_only=job.own_card_only),
+        LAUNCHED: "",
+        "OMP_NUM_THREADS": job.threads,
+    }
     own = read_settings()
     python_path = with_drop_in(own.python_path()) if job.drop_in else own.python_path()
     overrides["PYTHONPATH"] = with_folder(python_path, _STARTUP_FOLDER)

@@ -1,4 +1,4 @@
-"""Starting processes so that no process of theirs is left when the launch is over.
+"""What every launch starts in: sessions of processes, of which none is left at its end; its descriptors; its recording.
 
 Each worker leads a new session and process group. The id of the session is its process id, and all processes that it
 starts belong to the session. Three things end them:
@@ -15,19 +15,25 @@ sessions from the guardian.
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import final
 
 import psutil
 
+from lockstep.doctor.stall_watch import stalls_watched
+from lockstep.errors import UsageError, counted
 from lockstep.launch import guardian, script_entry
 from lockstep.launch.template import Process
+from lockstep.recording import LAUNCHER, WorkerRecorder, open_recorder
+from lockstep.settings import read_settings
 
 _POLL_SECONDS = 0.02
 """How often to check, while sessions end, whether they still have processes."""
@@ -37,6 +43,8 @@ _KILLED_SECONDS = 5.0
 """How long to wait for killed processes: the kernel may have to finish an operation of theirs first."""
 _LONGEST_PARENT = 107 - len("/ls-12345678/listener-12345678")
 """The path of a socket has 107 bytes at most. Where TMPDIR was longer, a data-loading process never sent anything."""
+_NUM_SPARE = 16
+"""Descriptors that do not depend on the number of workers: the rendezvous, pipes while a process starts, imports."""
 _ISOLATED = ("-I", "-S")
 """Options of Python: without site-packages and environment variables it starts much faster."""
 
@@ -198,3 +206,41 @@ def wake(session: int) -> None:
 def _send(send: Callable[[int, int], None], target: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or become another user's
         send(target, number)
+
+
+def check_descriptors(num_workers: int, num_per_worker: int) -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = psutil.Process().num_fds() + num_workers * num_per_worker + _NUM_SPARE
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        needs = "needs" if num_workers == 1 else "need"
+        raise UsageError(
+            f"{counted(num_workers, 'worker')} {needs} {needed} file descriptors in the process that starts them, but "
+            f"its limit is {limit} (`ulimit -n`). Raise the limit with `ulimit -n {needed}`, or start fewer "
+            "workers. (LS121)"
+        )
+
+
+def check_current_directory() -> None:
+    """Check that the current directory exists: torch would end each worker in an error about another file."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UsageError(
+            "The current directory was deleted. Change to one that exists (`os.chdir`), and start again. (LS123)"
+        ) from None
+
+
+@contextlib.contextmanager
+def launch_recorded(recording: Path | None, world_size: int) -> Iterator[WorkerRecorder]:
+    """Record a launch within the block, unless `recording` is None, and log why its workers stand still if they do."""
+    recorder, settings = WorkerRecorder(), read_settings().recording()
+    if recording is not None:
+        capacity = settings.capacity
+        open_recorder(recorder, recording, worker=LAUNCHER, rank=LAUNCHER, world_size=world_size, capacity=capacity)
+    try:
+        with stalls_watched(recording, recorder):
+            yield recorder
+    finally:
+        recorder.close()
+        if recording is not None and not settings.is_kept:
+            shutil.rmtree(recording, ignore_errors=True)

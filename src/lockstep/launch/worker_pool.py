@@ -17,6 +17,7 @@ from lockstep.devices import Device
 from lockstep.devices.choose import CPU
 from lockstep.doctor.stacks import crash_place
 from lockstep.errors import UsageError, WorkerFailedError
+from lockstep.launch.environment import place_variables
 from lockstep.launch.exits import describe_waiting, name_killer, read_oom_kills
 from lockstep.launch.messages import WorkerTask, send_task
 from lockstep.launch.rendezvous import LOOPBACK_INTERFACE
@@ -280,18 +281,10 @@ def _name_running(workers: Sequence[int]) -> str:
 def _variables(task: WorkerTask) -> dict[str, str]:
     """Return the variables that torchrun sets, for code that reads them, and keep Gloo on loopback."""
     threads = str(task.threads)
-    return {
-        LAUNCHED: str(task.master_port),
-        "RANK": str(task.rank),
-        "LOCAL_RANK": str(task.worker),
-        "WORLD_SIZE": str(task.world_size),
-        "LOCAL_WORLD_SIZE": str(task.world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(task.master_port),
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
-    }
+    port = task.master_port
+    place = place_variables(rank=task.rank, local_rank=task.worker, world_size=task.world_size, port=port)
+    own = {LAUNCHED: str(port), "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
+    return {**place, **own, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
 
 def _sleep(seconds: float) -> bool:

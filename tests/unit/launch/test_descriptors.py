@@ -7,8 +7,8 @@ import psutil
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.launch.descriptors import check_descriptors
 from lockstep.launch.launcher import launch
+from lockstep.launch.sessions import check_descriptors
 
 
 def test_too_many_workers_for_the_limit_are_refused_before_they_start() -> None:

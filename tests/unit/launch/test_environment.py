@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.devices.choose import CPU, Device, Placement
-from lockstep.launch.environment import TorchrunSettings, device_variables, share_cores, world_variables
+from lockstep.launch.environment import device_variables, place_variables, share_cores, torchrun_variables
 from lockstep.launch.scripts import ScriptJob
 
 CARDS = Placement(
@@ -17,18 +17,11 @@ def cpus(count: int) -> Placement:
     return Placement(devices=(CPU,) * count, reason=f"CPU, {count} workers")
 
 
-def settings(*, rank: int = 1, own_card_only: bool = False) -> TorchrunSettings:
-    return TorchrunSettings(
-        rank=rank, world_size=3, port=4321, is_served=True, run_id="abc", own_card_only=own_card_only
-    )
-
-
 def test_a_worker_has_the_variables_of_torchrun() -> None:
-    found = world_variables(settings())
-    assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("1", "1", "3", "3")
+    found = place_variables(rank=1, local_rank=0, world_size=3, port=4321)
+    assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("1", "0", "3", "3")
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("127.0.0.1", "4321")
-    assert found["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-    assert world_variables(settings(own_card_only=True))["LOCAL_RANK"] == "0"
+    assert torchrun_variables(1, 3, is_served=True)["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
 def test_workers_see_the_cards_of_the_launch_or_their_own() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.devices import Device
 from lockstep.devices.choose import CPU
-from lockstep.launch.requests import named_parts
+from lockstep.launch.scaling import named_parts
 
 WHOLE = Device(name="cuda:0", visible="GPU-5b2c-1", label="GPU 0 (NVIDIA RTX 3090)")
 PART = Device(name="cuda:0", visible="MIG-5b2c-3", label="GPU 0:1 (NVIDIA A100 and more)")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.launch_recorder import launch_recorded
+from lockstep.launch.sessions import launch_recorded
 from lockstep.recording import LAUNCHER, WorkerRecorder, new_recording, open_recorder
 from lockstep.recording.reading import read_recording
 from lockstep.recording.stacks import request_stacks
