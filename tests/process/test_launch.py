@@ -19,7 +19,7 @@ from tests.process import warm
 import lockstep as ls
 from lockstep.devices import Device, Placement
 from lockstep.errors import DeviceError, GroupError, ReductionError, WorkerFailedError
-from lockstep.launch import launcher, supervision, template, worker_pool
+from lockstep.launch import exits, launcher, template, worker_pool
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 CPU2 = "cpu:2"
@@ -238,7 +238,7 @@ class SlowToPickleError(Exception):
 
 def test_a_failure_has_the_time_at_which_it_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # It had the time at which its exception was pickled, and the quicker one was called the first.
-    monkeypatch.setattr(supervision, "EARLIER_FAILURE_SECONDS", 20.0)
+    monkeypatch.setattr(exits, "EARLIER_FAILURE_SECONDS", 20.0)
 
     def fail_one_after_the_other(run: ls.Run) -> None:
         if run.rank == 0:

@@ -11,8 +11,9 @@ from lockstep.cli.failures import failures_shown
 from lockstep.cli.main import DEBUG, FORCE, command
 from lockstep.devices import place_workers
 from lockstep.errors import UsageError
+from lockstep.launch.exits import GRACE_SECONDS
 from lockstep.launch.output import print_message
-from lockstep.launch.scripts import GRACE_SECONDS, ScriptJob, python_program, run_with_restarts
+from lockstep.launch.scripts import ScriptJob, python_program, run_with_restarts
 
 CONTEXT = {"allow_interspersed_args": False}
 """Settings of the command: everything after SCRIPT is an argument of the script."""

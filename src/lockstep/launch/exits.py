@@ -13,8 +13,21 @@ from lockstep.processes.user_line import LIBRARIES
 
 UNKNOWN_KILLER = "by another process or by the kernel because memory ran out"
 _SIGNAL_BASE = 128
-EARLIER_THAN_KILL_SECONDS = 0.05
+# [Note: patience] How long a launcher waits, for functions and scripts alike.
+EARLIER_FAILURE_SECONDS = 0.3
+"""After the first failure: for a report, or the end, of one that happened before it."""
+_SURE_SECONDS = 0.05
+"""The same where no other worker's failure leads to the one that was seen."""
 _ROOT_CAUSE_SECONDS = 5.0
+"""The same where each failure is a consequence of another one."""
+GRACE_SECONDS = 1.0
+"""How long workers may take to end when asked to, before they are killed."""
+KILLED_SECONDS = 5.0
+"""How long to wait for killed processes: the kernel may have to finish an operation of theirs first."""
+SLOW_END_SECONDS = 5.0
+"""After how long it is told that a worker which is done, by its report, still runs, ..."""
+RAISED_SECONDS, TEARDOWN_SECONDS = 15.0, 30.0
+"""... and after how long it is ended: one that has raised, for which others wait, and one that has returned."""
 _MOST_OF_REASON = 500
 _MOST_OF_TRACEBACK = 20_000
 """So many characters of what a user's exception says are shown: it may hold a whole tensor."""
@@ -62,15 +75,17 @@ class FailedProcess(Protocol):
         ...
 
 
-def patience_after(failed: Sequence[FailedProcess], usual: float) -> float:
+def patience_after(failed: Sequence[FailedProcess], *, is_sure: bool = False) -> float:
     """Return how long to wait, after these failures, for one that happened before them (seconds).
 
-    Little where one was killed by SIGKILL, because no failure of another worker leads to that; long while each is a
-    consequence of another worker's, which is not known yet.
+    Little where none can have, which the caller knows (`is_sure`), or one was killed by SIGKILL: no failure of another
+    worker leads to that. Long while each is a consequence of another worker's, which is not known yet.
     """
     if any(worker.exit_code == -signal.SIGKILL for worker in failed):
-        return EARLIER_THAN_KILL_SECONDS
-    return _ROOT_CAUSE_SECONDS if all(worker.is_consequence() for worker in failed) else usual
+        return _SURE_SECONDS
+    if all(worker.is_consequence() for worker in failed):
+        return _ROOT_CAUSE_SECONDS
+    return _SURE_SECONDS if is_sure else EARLIER_FAILURE_SECONDS
 
 
 def describe_failures(failures: Sequence[WorkerFailure], *, is_shown: bool = False) -> str:

@@ -36,7 +36,9 @@ from lockstep.launch.environment import (
     with_folder,
 )
 from lockstep.launch.exits import (
-    EARLIER_THAN_KILL_SECONDS,
+    GRACE_SECONDS,
+    RAISED_SECONDS,
+    SLOW_END_SECONDS,
     describe_exit,
     describe_failures,
     describe_waiting,
@@ -56,14 +58,8 @@ from lockstep.processes.host import FREED_MEMORY_VARIABLES
 from lockstep.recording import EventKind, WorkerRecorder, new_recording
 from lockstep.settings import LAUNCHED, RUN_ID, channel_variables, read_settings, recording_variable
 
-GRACE_SECONDS = 1.0
-"""How long workers may take to end when asked to, before they are killed."""
-_EARLIER_FAILURE_SECONDS = 0.3
-"""After the launcher notices a first failure: how long it waits for one that happened before it."""
 _TRACEBACK_SECONDS = 5.0
 """If a worker ends later than this after its last traceback, it is assumed to have caught that exception."""
-_TELL_HELD_SECONDS, _HELD_SECONDS = 5.0, 15.0
-"""After a worker has reported that it raised: when it is told that it still runs, and when it counts as failed."""
 _DRAIN_SECONDS = 1.0
 """After a signal: how long the terminal may take to print the workers' output."""
 _JOIN_SECONDS = 0.05
@@ -196,7 +192,7 @@ class _ScriptWorker:
         """Return when something follows from it that it has raised and still runs; infinity for never."""
         if self.exit_code is not None or self.is_given_up:
             return math.inf
-        return self.raised_at + (_HELD_SECONDS if self.is_told else _TELL_HELD_SECONDS)
+        return self.raised_at + (RAISED_SECONDS if self.is_told else SLOW_END_SECONDS)
 
     def look_whether_held(self, now: float) -> None:
         if now < self.held_until():
@@ -204,15 +200,15 @@ class _ScriptWorker:
         if not self.is_told:
             self.is_told = True
             print_message(
-                f"Worker {self.rank} has raised the exception above and still runs, {_TELL_HELD_SECONDS:g} s later: "
-                f"{self.holds_up} holds it up. It is ended after {_HELD_SECONDS:g} s. (LS605)"
+                f"Worker {self.rank} has raised the exception above and still runs, {SLOW_END_SECONDS:g} s later: "
+                f"{self.holds_up} holds it up. It is ended after {RAISED_SECONDS:g} s. (LS605)"
             )
         else:
             self.is_given_up = True
 
     def describe_exit(self, killer: str) -> str:
         if self.exit_code is None:
-            return f"raised an exception, and still ran {_HELD_SECONDS:g} s later: {self.holds_up} held it up"
+            return f"raised an exception, and still ran {RAISED_SECONDS:g} s later: {self.holds_up} held it up"
         return describe_exit(self.exit_code, killer=killer, place=self.place)
 
     def is_consequence(self) -> bool:
@@ -293,7 +289,7 @@ class _ScriptWorkerPool:
             if failed := [worker for worker in self._workers if worker.has_failed()]:
                 failed_at = min(failed_at, time.monotonic())
                 # Asked for again: what a worker wrote may come after its end.
-                deadline = failed_at + patience_after(failed, self._usual_patience(failed))
+                deadline = failed_at + patience_after(failed, is_sure=self._is_sure(failed))
                 if time.monotonic() >= deadline:
                     break
         return None
@@ -305,11 +301,10 @@ class _ScriptWorkerPool:
         for worker in self._workers:
             worker.look_whether_held(time.monotonic())
 
-    def _usual_patience(self, failed: Sequence[_ScriptWorker]) -> float:
-        """Return how long an earlier failure may take to show: a worker ends some time after its traceback."""
+    def _is_sure(self, failed: Sequence[_ScriptWorker]) -> bool:
+        """Return whether no failure can have come before these: a worker ends some time after its traceback."""
         tails = [worker.stderr for worker in self._workers if worker.exit_code is None or worker in failed]
-        has_traceback = any(tail is not None and tail.traceback_at is not None for tail in tails)
-        return _EARLIER_FAILURE_SECONDS if has_traceback else EARLIER_THAN_KILL_SECONDS
+        return not any(tail is not None and tail.traceback_at is not None for tail in tails)
 
     def _collect_exits(self) -> None:
         for worker in self._workers:

@@ -31,6 +31,7 @@ import psutil
 from lockstep.doctor.stall_watch import stalls_watched
 from lockstep.errors import UsageError, counted
 from lockstep.launch import guardian, script_entry
+from lockstep.launch.exits import KILLED_SECONDS
 from lockstep.launch.template import Process
 from lockstep.recording import LAUNCHER, WorkerRecorder, open_recorder
 from lockstep.settings import read_settings
@@ -39,8 +40,6 @@ _POLL_SECONDS = 0.02
 """How often to check, while sessions end, whether they still have processes."""
 _MOMENT_SECONDS = 0.25
 """After how long somebody who waits for the end is told why."""
-_KILLED_SECONDS = 5.0
-"""How long to wait for killed processes: the kernel may have to finish an operation of theirs first."""
 _LONGEST_PARENT = 107 - len("/ls-12345678/listener-12345678")
 """The path of a socket has 107 bytes at most. Where TMPDIR was longer, a data-loading process never sent anything."""
 _NUM_SPARE = 16
@@ -150,7 +149,7 @@ class Sessions:
             with contextlib.suppress(BrokenPipeError):  # the guardian was killed
                 os.write(self._pipe, b"-%d\n" % session)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                leader.wait(_KILLED_SECONDS)
+                leader.wait(KILLED_SECONDS)
         self._leaders.clear()
         if self.folder:  # the guardian would import what this process has imported
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -158,7 +157,7 @@ class Sessions:
         self._guardian.wait()
 
     def _kill(self) -> None:
-        deadline = time.monotonic() + _KILLED_SECONDS
+        deadline = time.monotonic() + KILLED_SECONDS
         for session in self._leaders:
             _send(os.killpg, session, signal.SIGKILL)
         while (left := self._find_members()) and time.monotonic() < deadline:

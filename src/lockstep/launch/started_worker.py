@@ -8,17 +8,13 @@ import time
 from typing import final
 
 from lockstep.errors import WorkerFailure
-from lockstep.launch.exits import UNKNOWN_KILLER, describe_exit
+from lockstep.launch.exits import EARLIER_FAILURE_SECONDS, KILLED_SECONDS, UNKNOWN_KILLER, describe_exit
 from lockstep.launch.messages import Report, WorkerTask, is_consequence, load_error, read_report
 from lockstep.launch.sessions import exit_code
 from lockstep.launch.template import Process
 
-EARLIER_FAILURE_SECONDS = 0.5
-"""After the first report of a failure: how long to wait for a report of one that happened before it."""
 _CLOSED_SECONDS = 2.0
 """How long a worker may run on after it has closed its pipe to the launcher."""
-_KILLED_SECONDS = 5.0
-"""How long to wait for a killed process: the kernel may have to finish an operation of its own first."""
 _EXIT_POLL_SECONDS = 0.01
 """How often to check whether a worker that is about to end has ended."""
 
@@ -95,7 +91,7 @@ class StartedWorker:
         """
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        wait_for_exit(self.process, time.monotonic() + _KILLED_SECONDS)
+        wait_for_exit(self.process, time.monotonic() + KILLED_SECONDS)
         return self.look()
 
     @property

@@ -22,7 +22,7 @@ from lockstep.launch.fencing import Fencing
 from lockstep.launch.messages import Report, failed_error
 from lockstep.launch.restarts import LostWorkersError
 from lockstep.launch.scaling import Scaling
-from lockstep.launch.started_worker import EARLIER_FAILURE_SECONDS, End, StartedWorker
+from lockstep.launch.started_worker import End, StartedWorker
 from lockstep.launch.worker_pool import WorkerPool
 
 _LOGGER = logging.getLogger("lockstep")
@@ -123,7 +123,7 @@ class Supervision:
         else:
             own = [worker for worker in needed if not worker.has_returned]
         if own:
-            self._deadline = min(self._deadline, time.monotonic() + patience_after(own, EARLIER_FAILURE_SECONDS))
+            self._deadline = min(self._deadline, time.monotonic() + patience_after(own))
         for worker in done:
             self._gone.add(worker.number)
             if worker.exit_code is None:  # a new worker that has failed to join, and has not ended yet

@@ -18,7 +18,14 @@ from lockstep.devices.choose import CPU
 from lockstep.doctor.stacks import crash_place
 from lockstep.errors import UsageError, WorkerFailedError
 from lockstep.launch.environment import place_variables
-from lockstep.launch.exits import describe_waiting, name_killer, read_oom_kills
+from lockstep.launch.exits import (
+    GRACE_SECONDS,
+    SLOW_END_SECONDS,
+    TEARDOWN_SECONDS,
+    describe_waiting,
+    name_killer,
+    read_oom_kills,
+)
 from lockstep.launch.messages import WorkerTask, send_task
 from lockstep.launch.rendezvous import LOOPBACK_INTERFACE
 from lockstep.launch.sessions import Sessions, exit_code, wake
@@ -32,12 +39,6 @@ from lockstep.settings import LAUNCHED, read_settings
 _LOGGER = logging.getLogger("lockstep")
 NUM_DESCRIPTORS_PER_WORKER = 5
 """How many the launcher needs for each worker, at most: two pipes, its process, both ends of a channel."""
-_TERMINATE_SECONDS = 1.0
-"""How long a worker may take to end after SIGTERM, before SIGKILL."""
-_TEARDOWN_SECONDS = 30.0
-"""How long a worker may take to tear down once all have reported, before SIGKILL."""
-_SLOW_TEARDOWN_SECONDS = 5.0
-"""After how long the caller is told for whom it waits then."""
 _POLL_SECONDS = 0.05
 """How often to check for workers that ended, on systems where the kernel does not show that on a descriptor."""
 _CLOSED = -1
@@ -196,16 +197,16 @@ class WorkerPool:
         """Let the workers that have reported a result leave their groups and exit, and wait for that."""
         os.write(self._launcher_end, b"." * len(self.workers))
         began = time.monotonic()
-        for seconds in (_SLOW_TEARDOWN_SECONDS, _TEARDOWN_SECONDS):
+        for seconds in (SLOW_END_SECONDS, TEARDOWN_SECONDS):
             while self._exits and time.monotonic() < began + seconds:
                 self.handle_events(began + seconds)
-            if self._exits and seconds < _TEARDOWN_SECONDS:
+            if self._exits and seconds < TEARDOWN_SECONDS:
                 _LOGGER.warning(
                     "Every worker has returned its result, but %s, %g s later. Unless the machine is busy, a "
                     "thread that is no daemon, or a handler of atexit, holds it up. It is killed after %g s. (LS605)",
                     _name_running(sorted(self._exits)),
                     seconds,
-                    _TEARDOWN_SECONDS,
+                    TEARDOWN_SECONDS,
                 )
 
     def stop(self) -> None:
@@ -214,7 +215,7 @@ class WorkerPool:
             # Workers that handle SIGTERM as a request would not end by it.
             self._refuse_to_leave()
             first = signal.SIGKILL if self._can_stop else signal.SIGTERM
-            self._sessions.end(first, _TERMINATE_SECONDS, is_hurried=_sleep, tell=self._tell_of_failure)
+            self._sessions.end(first, GRACE_SECONDS, is_hurried=_sleep, tell=self._tell_of_failure)
         finally:  # also when a second Ctrl-C comes while this waits
             self._sessions.close()
             self._selector.close()

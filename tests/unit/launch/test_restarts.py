@@ -117,8 +117,8 @@ def test_a_worker_that_has_raised_and_is_held_up_by_a_thread_is_the_failure(
     # The launcher waited for its end without an end, and the other workers with it.
     (tmp_path / "held.py").write_text(HELD)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(scripts, "_TELL_HELD_SECONDS", 0.1)
-    monkeypatch.setattr(scripts, "_HELD_SECONDS", 0.3)
+    monkeypatch.setattr(scripts, "SLOW_END_SECONDS", 0.1)
+    monkeypatch.setattr(scripts, "RAISED_SECONDS", 0.3)
     program = python_program("held" if is_module else "held.py", is_module=is_module)
     placement = Placement(devices=(CPU, CPU), reason="")
     ending = run_script(ScriptJob(program=program, arguments=(), placement=placement))
