@@ -24,7 +24,7 @@ from lockstep.cli.options import ResumingCommand, complete_config, find_config
 from lockstep.cli.train_ending import EndedRun, Finished, Stopped, cleaning_up, show_ending
 from lockstep.devices import Placement, place_workers
 from lockstep.devices.choose import CPU
-from lockstep.errors import UsageError, WorkerFailedError, counted
+from lockstep.errors import CheckpointError, UsageError, WorkerFailedError, counted
 from lockstep.events import Recorder, Recorders
 from lockstep.launch.elastic import Elastic
 from lockstep.launch.external import find_launcher, join_started, run_here
@@ -210,15 +210,15 @@ def _start_again(job: Job, placement: Placement) -> StartAgain | None:
     before = read_progress()
 
     def resume() -> tuple[str, bytes]:
-        found = find_checkpoints(job.run_dir)
-        allowed = job.resume.allowed if job.resume is not None else frozenset[str]()
-        if found:
-            from lockstep.checkpoint import read_manifest
+        from lockstep.checkpoint import read_manifest
 
-            resumed = replace(job, resume=_resume_from(found[0], read_manifest(found[0]), metrics, allowed))
-            return found[0].name, pack_call(train_worker, (resumed,), {})
+        allowed = job.resume.allowed if job.resume is not None else frozenset[str]()
+        for path in find_checkpoints(job.run_dir):
+            with suppress(CheckpointError):  # it is damaged: the one before it is not
+                resumed = replace(job, resume=_resume_from(path, read_manifest(path), metrics, allowed))
+                return path.name, pack_call(train_worker, (resumed,), {})
         MetricsFile(metrics).rewind(0)
-        return "its beginning, because no checkpoint was saved yet,", pack_call(train_worker, (job,), {})
+        return "its beginning, because there is no checkpoint,", pack_call(train_worker, (job,), {})
 
     return StartAgain(
         min_workers=job.config.min_workers,
