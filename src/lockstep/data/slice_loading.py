@@ -103,12 +103,12 @@ class SliceLoading:
                 for data in self._processes(plan, keeps=keeps).loaded():
                     plan.note_loaded()
                     yield data
-            except _LostError as lost:
-                self._kept = None
-                self._go_on_after(lost)
-            except Exception:
-                self._kept = None
-                raise
+            except Exception as error:
+                if keeps:
+                    self._kept = None  # these processes have ended
+                if not isinstance(error, _LostError):
+                    raise
+                self._go_on_after(error)
             else:
                 return
         for data in self._make_loader(plan) if self._pin_memory else map(self.load, plan):

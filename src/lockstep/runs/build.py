@@ -222,7 +222,7 @@ def _build_loader(
             collate_fn=build_collate(config),
             drop_last=config.drop_last and shuffle,  # a test set is counted whole
             num_workers=config.loader_workers,
-            persistent_workers=config.loader_workers > 0,  # the data set does not change between epochs
+            persistent_workers=config.loader_workers > 0,
             pin_memory=is_asynchronous(device),
         )
     except (TypeError, ValueError) as error:
