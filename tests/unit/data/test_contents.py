@@ -95,7 +95,7 @@ class Stateful(Dataset[int]):
         factors = self.factors = [1]
         self.epoch = 0
         self.inner = [{"deep": Slotted()}]
-        self.scale = lambda value: value * factors[0]
+        self.scale: Callable[[int], int] = lambda value: value * factors[0]
         self.lock, self.generator, self.itself = threading.Lock(), np.random.default_rng(0), self
         self.paths = [(f"{number}.png", number) for number in range(5000)]
         self.large, self.small = torch.zeros(5_000_000), np.zeros(50_000)
