@@ -15,13 +15,14 @@ before it: each of its blocks is read in a state of its own.
 """
 
 import copy
+import threading
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, islice
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 
@@ -38,29 +39,10 @@ _NUM_TOLD = 10_000
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class Record(NamedTuple):
-    """One record of a stream; a tuple, because one is made for each."""
-
-    pass_number: int
-    place: int
-    """How many records of the pass come before it."""
-    value: Any
-
-    def __str__(self) -> str:
-        return str(self.place)
-
-
-def make_records(found: Iterable[tuple[int, int, Any]]) -> list[Record]:
-    """Return a record for each (pass, place, value): faster than `Record(...)`, which runs in Python."""
-    return list(map(partial(tuple.__new__, Record), found))
-
-
-def values_of(records: Sequence[Record]) -> list[Any]:
-    return [record.value for record in records]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStart:
+    total: int
+    """Records before it: of the epoch or share; of the run, where an epoch reads on where the one before has ended."""
     pass_number: int
     block: int
     place: int
@@ -74,6 +56,14 @@ class BlockStart:
     state: Any = None
     """The source's own state; None if it has none."""
 
+    def to_mapping(self) -> Mapping[str, Any]:
+        """Return it as a checkpoint can store it; empty if the source's own state cannot be stored."""
+        return asdict(self) if _is_plain(self.state) else {}
+
+    @staticmethod
+    def from_mapping(found: Mapping[str, Any]) -> "BlockStart":
+        return BlockStart(**{name: found[name] for name in BlockStart.__dataclass_fields__})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOrder:
@@ -85,7 +75,7 @@ class BlockOrder:
     shuffle: bool
     """Whether parts and records come in a random order."""
 
-    def parts(self, number: int, pass_number: int) -> list[int]:
+    def parts(self, number: int, pass_number: int) -> Sequence[int]:
         """Return the order of so many parts in a pass."""
         return self.shuffled(number, derive_seed("parts", self.seed, pass_number))
 
@@ -104,58 +94,169 @@ class BlockOrder:
         first = self.size_of(pass_number, 0)
         return 0 if place < first else 1 + (place - first) // self.size
 
-    def records(self, number: int, pass_number: int, block: int) -> list[int]:
-        """Return the order of so many records of a block."""
-        return self.shuffled(number, derive_seed("block", self.seed, pass_number, block))
-
-    def shuffled(self, number: int, seed: int) -> list[int]:
+    def shuffled(self, number: int, seed: int) -> Sequence[int]:
         """Return so many places in a random order, or in order."""
         if not self.shuffle:
-            return list(range(number))
+            return range(number)
         return torch.randperm(number, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @final
 class RecordBlock:
-    """Records that are shuffled together; the rest is computed when asked for: a resumed run reads over many blocks."""
+    """Records that are shuffled together; the rest is computed when asked for: a resumed run reads over many blocks.
 
-    def __init__(self, start: BlockStart, values: Sequence[Any], order: BlockOrder) -> None:
+    `place_of` gives the place of a record in the stream, if that is not its place in the pass.
+    """
+
+    def __init__(
+        self,
+        start: BlockStart,
+        values: list[Any],
+        order: BlockOrder,
+        seed: int,
+        place_of: Callable[[int], int] | None = None,
+    ) -> None:
         self._start = start
         self._values = values
         self._order = order
-
-    def __len__(self) -> int:
-        return len(self._values)
+        self._seed = seed
+        self._place_of = place_of
+        self.total = start.total
+        self.stop = start.total + len(values)
+        self.pass_number = start.pass_number
 
     @cached_property
     def start(self) -> BlockStart:
         """Where it begins, with the number for its records."""
         return replace(self._start, number=_number_of(self._values))
 
-    def records(self) -> list[Record]:
-        number, place, values = self._start.pass_number, self._start.place, self._values
-        order = self._order.records(len(values), number, self._start.block)
-        return make_records([(number, place + index, values[index]) for index in order])
+    @cached_property
+    def _indices(self) -> Sequence[int]:
+        """Which record comes first, second, and so on."""
+        return self._order.shuffled(len(self._values), self._seed)
+
+    def values(self, first: int, last: int) -> list[Any]:
+        """Return some records in their shuffled order."""
+        if not self._order.shuffle:
+            return self._values[first:last]
+        return list(map(self._values.__getitem__, self._indices[first:last]))
+
+    def place(self, number: int) -> int:
+        """Return where the record with this number of the shuffled order is in the stream."""
+        place = self._start.place + self._indices[number]
+        return place if self._place_of is None else self._place_of(place)
 
 
-def read_blocks(stream: Stream, order: BlockOrder, start: BlockStart) -> Iterator[RecordBlock]:
+@final
+class RecordLine:
+    """Records in the order of the training: read in blocks when they are needed, and kept until they are forgotten.
+
+    `open_at` yields the blocks from that one on in which a record is.
+    """
+
+    def __init__(self, open_at: Callable[[int], Iterator[RecordBlock]]) -> None:
+        self._open_at = open_at
+        self._blocks: deque[RecordBlock] = deque()
+        self._end = 0
+        self._reader: Iterator[RecordBlock] | None = None
+        self._reading = threading.RLock()  # a thread of the user's may fetch batches that another one cuts anew
+
+    def goes_on_at(self, start: int) -> bool:
+        """Whether the record after `start` others is kept, or the next to be read."""
+        first = self._blocks[0].total if self._blocks else self._end
+        return self._reader is not None and first <= start <= self._end
+
+    def read(self, start: int, stop: int) -> int:
+        """Read the records from `start` to `stop`; return where what was read ends: sooner if the stream does."""
+        with self._reading:
+            if not self.goes_on_at(start):
+                self._blocks.clear()
+                self._reader, self._end = self._open_at(start), start
+            while self._end < stop:
+                assert self._reader is not None
+                reader, self._reader = self._reader, None  # opened anew after an error
+                found = next(reader, None)
+                self._reader = reader
+                if found is None:
+                    break
+                self._blocks.append(found)
+                self._end = found.stop
+            return self._end
+
+    def pieces(self, start: int, stop: int) -> list[tuple[RecordBlock, int, int]]:
+        """Return the records from `start` to `stop` as pieces of blocks: which ones of its shuffled order."""
+        with self._reading:
+            self.read(start, stop)
+            return [
+                (each, max(start - each.total, 0), min(stop, each.stop) - each.total)
+                for each in self._blocks
+                if each.total < stop and each.stop > start
+            ]
+
+    def forget(self, start: int) -> None:
+        """Keep no block that is over before the record after `start` others."""
+        with self._reading:
+            while self._blocks and self._blocks[0].stop <= start:
+                self._blocks.popleft()
+
+
+@final
+class Records(Sequence[int]):
+    """The records of a slice, which are read when they are needed; as a sequence, their places in the stream.
+
+    It keeps what it has read, so a batch that was fetched ahead can be cut anew, whatever the line has forgotten.
+    """
+
+    def __init__(self, line: RecordLine, start: int, stop: int) -> None:
+        self._line = line
+        self._start = start
+        self._stop = stop
+        self._pieces: list[tuple[RecordBlock, int, int]] | None = None
+
+    def read(self) -> list[tuple[RecordBlock, int, int]]:
+        """Read them if that was not done before; return pieces of blocks."""
+        if self._pieces is None:
+            self._pieces = self._line.pieces(self._start, self._stop)
+        return self._pieces
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __iter__(self) -> Iterator[int]:
+        return (block.place(number) for block, first, last in self.read() for number in range(first, last))
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def values(self) -> list[Any]:
+        pieces = self.read()
+        if len(pieces) == 1:
+            block, first, last = pieces[0]
+            return block.values(first, last)
+        return [value for block, first, last in pieces for value in block.values(first, last)]
+
+    def passes(self) -> list[int]:
+        """Return the number of the pass of each record."""
+        return [number for block, first, last in self.read() for number in [block.pass_number] * (last - first)]
+
+
+def _read_pass(stream: Stream, order: BlockOrder, start: BlockStart) -> Iterator[RecordBlock]:
     """Yield the blocks of one pass."""
     reader = PassReader(stream, order.parts(len(stream.parts), start.pass_number), start, order.seed)
-    block, place = start.block, start.place
+    number, block, place, total = start.pass_number, start.block, start.place, start.total
     while True:
         state, (part, offset) = reader.state(), reader.position
-        size = order.size_of(start.pass_number, block)
+        size = order.size_of(number, block)
         if stream.limit is not None:
             size = min(size, stream.limit - place)
         values = reader.read(size)
         if not values:
             return
-        yield RecordBlock(
-            BlockStart(pass_number=start.pass_number, block=block, place=place, part=part, offset=offset, state=state),
-            values,
-            order,
+        begin = BlockStart(
+            total=total, pass_number=number, block=block, place=place, part=part, offset=offset, state=state
         )
-        block, place = block + 1, place + len(values)
+        yield RecordBlock(begin, values, order, derive_seed("block", order.seed, number, block))
+        block, place, total = block + 1, place + len(values), total + len(values)
 
 
 def _number_of(values: Sequence[Any]) -> int:
@@ -237,75 +338,19 @@ class PassReader:
         return opened
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a block of a run begins."""
+def read_blocks(
+    stream: Stream, order: BlockOrder, total: int, *, first_pass: int, is_endless: bool, noted: BlockStart | None
+) -> Iterator[RecordBlock]:
+    """Yield the blocks from that one on which holds the record after `total` others.
 
-    start: BlockStart
-    total: int
-    """Records before it: of the epoch; of the run, where an epoch reads on where the one before has ended."""
-
-    def to_mapping(self) -> Mapping[str, Any]:
-        """Return it as a checkpoint can store it; empty if the source's own state cannot be stored."""
-        return {"total": self.total, **asdict(self.start)} if _is_plain(self.start.state) else {}
-
-    @staticmethod
-    def from_mapping(found: Mapping[str, Any]) -> "Place":
-        start = BlockStart(**{name: found[name] for name in BlockStart.__dataclass_fields__})
-        return Place(start=start, total=found["total"])
-
-
-@final
-class RecordQueue:
-    """The records of a run from one of them on; `total` come before the next. An error leaves `is_reading` true."""
-
-    def __init__(self, blocks: Iterator[tuple[int, RecordBlock]], total: int) -> None:
-        self.total = total
-        self.is_reading = False
-        self._blocks = blocks
-        self._waiting: deque[Record] = deque()
-        self._starts: deque[Place] = deque()
-        self._first = total
-
-    def fill(self, count: int) -> int:
-        """Read until `count` records wait; return how many do, which are fewer where the stream ends."""
-        while len(self._waiting) < count:
-            self.is_reading = True
-            found = next(self._blocks, None)
-            self.is_reading = False
-            if found is None:
-                break
-            total, block = found
-            self._starts.append(Place(start=block.start, total=total))
-            self._waiting.extend(block.records()[max(self._first - total, 0) :])
-        return len(self._waiting)
-
-    def take(self, count: int) -> list[Record]:
-        """Return the next records, which wait."""
-        self.total += count
-        next_record = self._waiting.popleft
-        return [next_record() for _ in range(count)]
-
-    def place_of(self, total: int) -> Place | None:
-        """Return the block of the record after `total` others, or an earlier one; None if no block was read."""
-        return next((each for each in reversed(self._starts) if each.total <= total), None)
-
-    def forget(self, total: int) -> None:
-        """Drop the places of blocks that are over before the record after `total` others."""
-        while len(self._starts) > 1 and self._starts[1].total <= total:
-            self._starts.popleft()
-
-
-def open_queue(
-    stream: Stream, order: BlockOrder, *, first_pass: int, is_endless: bool, total: int, noted: Place | None
-) -> RecordQueue:
-    """Begin to read where `total` records come before: from `noted`, before or at that record, if there is one."""
-    beginning = Place(start=BlockStart(pass_number=first_pass, block=0, place=0), total=0)
-    if noted is not None and (stream.read is not None or noted.start.state is not None):
-        blocks = _read(stream, order, noted, is_endless=is_endless)
+    They are read from `noted` on, a block before or at that record, if there is one.
+    """
+    beginning = BlockStart(total=0, pass_number=first_pass, block=0, place=0)
+    if noted is not None and (stream.read is not None or noted.state is not None):
+        blocks = _read_passes(stream, order, noted, is_endless=is_endless)
         first = next(blocks, None)
-        if first is not None and noted.start.number in {None, first[1].start.number}:
-            return RecordQueue(_skip(chain([first], blocks), total, None), total)
+        if first is not None and noted.number in {None, first.start.number}:
+            return _skip(chain([first], blocks), total, None)
         warnings.warn(
             "The state of the stream in the checkpoint leads to other records than before, as that of a shuffle "
             f"buffer without its contents does. The stream is read from its beginning instead, over {total:,} records. "
@@ -320,40 +365,35 @@ def open_queue(
             "trainer.save(path, extra={'loader': loader}). (LS411)",
             stacklevel=stacklevel_of_user(),
         )
-    blocks = _read(stream, order, beginning, is_endless=is_endless)
-    return RecordQueue(_skip(blocks, total, noted), total)
+    return _skip(_read_passes(stream, order, beginning, is_endless=is_endless), total, noted)
 
 
-def _read(stream: Stream, order: BlockOrder, place: Place, *, is_endless: bool) -> Iterator[tuple[int, RecordBlock]]:
-    """Yield the blocks from a place on, each with the number of records before it."""
-    start, total = place.start, place.total
+def _read_passes(stream: Stream, order: BlockOrder, start: BlockStart, *, is_endless: bool) -> Iterator[RecordBlock]:
+    """Yield the blocks from a place on, through one pass or all that follow."""
     while True:
-        is_empty = start.place == 0
-        for block in read_blocks(stream, order, start):
-            yield total, block
-            total += len(block)
-            is_empty = False
+        total, is_empty = start.total, start.place == 0
+        for block in _read_pass(stream, order, start):
+            yield block
+            total, is_empty = block.stop, False
         if not is_endless:
             return
         if is_empty:
             raise ValueError(f"The stream has no records in pass {start.pass_number}, so it does not go on. (LS410)")
-        start = BlockStart(pass_number=start.pass_number + 1, block=0, place=0)
+        start = BlockStart(total=total, pass_number=start.pass_number + 1, block=0, place=0)
 
 
-def _skip(
-    blocks: Iterator[tuple[int, RecordBlock]], total: int, noted: Place | None
-) -> Iterator[tuple[int, RecordBlock]]:
+def _skip(blocks: Iterator[RecordBlock], total: int, noted: BlockStart | None) -> Iterator[RecordBlock]:
     """Drop the blocks before a record; check that they are what they were when a place was noted."""
-    for before, block in blocks:
-        if noted is not None and before == noted.total and block.start.number != noted.start.number:
+    for block in blocks:
+        if noted is not None and block.total == noted.total and block.start.number != noted.number:
             raise ValueError(
                 f"The stream has other records now: those from record {block.start.place} on are not what they were "
                 "when the checkpoint was written, so samples would come twice, or never. A stream must give the same "
                 "records whenever it is read: sort what it lists, and let what it shuffles depend on "
                 "set_epoch(epoch). (LS410)"
             )
-        if before + len(block) > total:
-            yield before, block
+        if block.stop > total:
+            yield block
 
 
 def _is_plain(value: Any) -> bool:

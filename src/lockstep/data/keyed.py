@@ -35,8 +35,12 @@ class SliceKeys(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def indices(self) -> Sequence[Any]:
-        """Return what the data set is indexed with for each sample."""
+    def items(self) -> list[Any]:
+        """Return what the data set is indexed with for each sample: numbers, or the records of a stream."""
+
+    @abstractmethod
+    def indices(self) -> Sequence[int]:
+        """Return the numbers of the samples in the data, for messages."""
 
     @abstractmethod
     def seeds(self, number: int) -> list[int]:
@@ -54,8 +58,11 @@ class DrawKeys(SliceKeys):
     seed: int
     epoch: int
 
-    def indices(self) -> list[int]:
+    def items(self) -> list[int]:
         return [draw % self.num_samples for draw in self.draws]
+
+    def indices(self) -> Sequence[int]:
+        return self.items()
 
     def seeds(self, number: int) -> list[int]:
         return list(map(self._seed_of, self.draws[:number]))
@@ -81,62 +88,58 @@ class FailedSlice:
 class KeyedDataset(Dataset[Any]):
     """A data set of whole slices, asked for by the keys of their samples.
 
-    `read` returns samples that are there already and need no random state; without it the data set makes them.
+    With `are_samples` the items of the keys are samples already, and need no random state.
     """
 
     def __init__(
-        self,
-        dataset: Dataset[Any],
-        collate: Callable[[list[Any]], Any],
-        *,
-        read: Callable[[Sequence[Any]], list[Any]] | None = None,
+        self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], *, are_samples: bool = False
     ) -> None:
         self._dataset = dataset
         self._collate = collate
-        self._read = read
+        self._are_samples = are_samples
 
     def __getitems__(self, keys: SliceKeys) -> Any:
         """Make one collated slice; the name is that of DataLoader's protocol for whole batches."""
-        indices = keys.indices()
         if self._collate is default_collate:
-            columns = read_columns(self._dataset, indices)
+            if self._are_samples:
+                return self._collate_samples(keys.items(), keys)
+            columns = read_columns(self._dataset, keys.items())
             if columns is not None:
                 return columns
-            if self._read is not None:
-                return self._collate_samples(self._read(indices), indices)
-        return self._make_keyed(indices, keys)
+        return self._make_keyed(keys)
 
-    def _make_keyed(self, indices: Sequence[Any], keys: SliceKeys) -> Any:
+    def _make_keyed(self, keys: SliceKeys) -> Any:
         own = self._find_own()
         with _generators_restored(own):
             try:
-                if self._read is None:
-                    seeds = keys.seeds(len(indices))
-                    samples = [self._make(seed, index, own) for seed, index in zip(seeds, indices, strict=True)]
-                    if len(found := self._find_own()) > len(own):  # they were made by the first sample
-                        own = found
-                        samples = [self._make(seed, index, own) for seed, index in zip(seeds, indices, strict=True)]
-                else:
-                    samples = self._read(indices)
+                samples = keys.items() if self._are_samples else self._make_all(keys, own)
+                if not self._are_samples and len(found := self._find_own()) > len(own):
+                    own = found  # they were made by the first sample
+                    samples = self._make_all(keys, own)
             except LockstepError as error:
                 return FailedSlice(error)
             _seed(derive_seed("collate", *keys.seeds(1)), own)
-            return self._collate_samples(samples, indices)
+            return self._collate_samples(samples, keys)
 
-    def _collate_samples(self, samples: list[Any], indices: Sequence[Any]) -> Any:
+    def _make_all(self, keys: SliceKeys, own: Sequence[OwnGenerator]) -> list[Any]:
+        items = keys.items()
+        made = zip(keys.seeds(len(items)), items, keys.indices(), strict=True)
+        return [self._make(seed, item, index, own) for seed, item, index in made]
+
+    def _collate_samples(self, samples: list[Any], keys: SliceKeys) -> Any:
         try:
             return self._collate(samples)
         except Exception as error:
-            error.add_note(f"These samples of the data set do not make a batch: {_listed(indices)}.")
+            error.add_note(f"These samples of the data set do not make a batch: {_listed(keys.indices())}.")
             raise
 
     def _find_own(self) -> list[OwnGenerator]:
         return find_generators((self._dataset, self._collate))
 
-    def _make(self, seed: int, index: int, own: Sequence[OwnGenerator]) -> Any:
+    def _make(self, seed: int, item: Any, index: int, own: Sequence[OwnGenerator]) -> Any:
         _seed(seed, own)
         try:
-            return self._dataset[index]
+            return self._dataset[item]
         except LockstepError:
             raise
         except Exception as error:

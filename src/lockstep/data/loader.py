@@ -12,15 +12,12 @@ from torch.utils.data import Dataset, default_collate
 
 from lockstep.comm import World, current_world, join_world
 from lockstep.data.batch import Cursor, ErrorPlace, ShardAssignment, ShardedBatch, Slice
-from lockstep.data.blocks import values_of
 from lockstep.data.contents import slice_number
-from lockstep.data.divided import DividedSamples, can_be_divided
 from lockstep.data.keyed import FailedSlice, KeyedDataset, SliceKeys
 from lockstep.data.order import Sampling, read_lengths, read_weights
 from lockstep.data.samples import (
     Draws,
     EpochBegin,
-    EpochRanges,
     EpochSamples,
     ListedSamples,
     Samples,
@@ -152,14 +149,14 @@ class ShardedLoader:
             KeyedDataset(
                 dataset,
                 default_collate if collate_fn is None else collate_fn,
-                read=values_of if stream is not None and stream.transform is None else None,
+                are_samples=stream is not None and stream.transform is None,
             ),
             num_workers=num_workers,
             keeps_processes=persistent_workers,
             pin_memory=pin_memory,
         )
         self._bookmark: Mapping[str, Any] = {}
-        self._present: tuple[EpochSamples, int] | None = None
+        self._present: tuple[EpochSamples, Sequence[Draws]] | None = None
 
     def __iter__(self) -> NoReturn:
         """Refuse to be looped over as a DataLoader is: the order of an epoch follows from its number."""
@@ -274,42 +271,42 @@ class ShardedLoader:
         recorder = own_recorder()
         source = self._describe()  # once: it reads all weights and lengths
         present = self._follow_world()
-        while any(samples.cut(step)):
+        while any(slices := samples.cut(step)):
             world = present.world
             assignment = present if moves_shards else ShardAssignment(world, self.num_shards)
-            epoch_ranges = EpochRanges(assignment, epoch)
-            keys = partial(keys_of_slices, step, samples, epoch_ranges, world.rank)
+            keys = partial(keys_of_slices, Cursor(epoch, step), samples, assignment)
             content = self._content
             compared = [] if content else self._keys_to_compare()
             with self._loading.loaded(partial(keys_after, compared, keys)) as loaded:
                 if compared:
                     self._content = content = slice_number([_check_slice(next(loaded)) for _ in compared])
-                while self._assignment is present and any(slices := samples.cut(step)):
+                while self._assignment is present and any(slices):
                     event = recorder.begin(EventKind.LOADING, step, epoch, 0)
-                    ranges = epoch_ranges.ranges(step)
+                    cursor = Cursor(epoch, step)
+                    ranges = assignment.ranges(cursor)
                     if moves_shards:
-                        self._present = samples, step
+                        self._present = samples, slices
                     yield ShardedBatch(
-                        cursor=Cursor(epoch, step),
+                        cursor=cursor,
                         num_steps=samples.num_steps(step),
                         num_samples=sum(map(len, slices)),
                         num_shards=self.num_shards,
                         slices=tuple(
-                            _take_slice(loaded, Cursor(epoch, step), shard, samples.indices(draws))
+                            _take_slice(loaded, cursor, shard, samples.indices(draws))
                             for shard, draws in own_slices(slices, ranges[world.rank])
                         ),
                         ranges=ranges,
                         source=source,
                         content=content,
-                        number=samples.number(step),
+                        number=samples.number(slices),
                         assignment=assignment,
                         world=world,
                         # With its draws: a prefetcher of the user's is at a later step when the batch is cut anew.
                         recut=_last(partial(self._recut, samples, slices), recorder.end, event),
                     )
-                    epoch_ranges.forget(step)
                     samples.forget(step)
                     step += 1
+                    slices = samples.cut(step)
             present = self._assignment
         self._samples.check_unchanged()
 
@@ -329,7 +326,7 @@ class ShardedLoader:
                 num_found += len(draws)
         return found
 
-    def _recut(self, samples: EpochSamples, cut: list[Draws], batch: ShardedBatch) -> ShardedBatch:
+    def _recut(self, samples: EpochSamples, cut: Sequence[Draws], batch: ShardedBatch) -> ShardedBatch:
         """Cut a batch for the present workers. An epoch that is under way follows them from its next step on."""
         assignment = self._follow_world()
         ranges = assignment.ranges(batch.cursor)
@@ -390,4 +387,4 @@ def _stream_samples(stream: Stream, cut: Cut, weights: object, lengths: object) 
                 f"{name} need samples that can be asked for by their index, and the data are a stream, which is read "
                 f"in its own order. Leave {name} out, or use a data set with __getitem__ and __len__. (LS409)"
             )
-    return DividedSamples(stream, cut) if can_be_divided(stream, cut) else StreamedSamples(stream, cut)
+    return StreamedSamples(stream, cut)

@@ -1,6 +1,6 @@
 """What a loader asks of its data: which samples each shard has in each step of an epoch.
 
-There are two kinds: data sets with an index (`ListedSamples`) and streams (`streamed.py`, `divided.py`).
+There are two kinds: data sets with an index (`ListedSamples`) and streams (`streamed.py`).
 """
 
 import itertools
@@ -41,7 +41,7 @@ class EpochSamples(ABC):
     """The samples of one epoch; its steps are asked for in order, some ahead of the one that is trained on."""
 
     @abstractmethod
-    def cut(self, step: int) -> list[Draws]:
+    def cut(self, step: int) -> Sequence[Draws]:
         """Return the draws of each shard in a step; there are none in any shard when the epoch is over."""
 
     @abstractmethod
@@ -49,7 +49,7 @@ class EpochSamples(ABC):
         """Return the steps of the epoch; None if they are not known in `step`, which is not the last one then."""
 
     @abstractmethod
-    def number(self, step: int) -> int:
+    def number(self, slices: Sequence[Draws]) -> int:
         """Return a number for what was read for a step: the same on workers that have read the same."""
 
     @abstractmethod
@@ -65,8 +65,8 @@ class EpochSamples(ABC):
         """Drop what is kept for a step that is over."""
 
     @abstractmethod
-    def bookmark(self, step: int) -> Mapping[str, Any]:
-        """Return a state from which an epoch begins with `step` without reading what comes before; empty for none."""
+    def bookmark(self, slices: Sequence[Draws]) -> Mapping[str, Any]:
+        """Return a state from which an epoch begins with a step without reading what comes before; empty for none."""
 
 
 class Samples(ABC):
@@ -151,14 +151,14 @@ class ListedEpoch(EpochSamples):
         batches = len(self._order) / sampling.batch_size
         self._num_steps = math.floor(batches) if drops_last else math.ceil(batches)
 
-    def cut(self, step: int) -> list[Draws]:
+    def cut(self, step: int) -> Sequence[Draws]:
         order = self._order if step < self._num_steps else []
-        return list(step_slices(order, step, batch_size=self._sampling.batch_size, num_shards=self._num_shards))
+        return step_slices(order, step, batch_size=self._sampling.batch_size, num_shards=self._num_shards)
 
     def num_steps(self, step: int) -> int:  # noqa: ARG002 - as for streams
         return self._num_steps
 
-    def number(self, step: int) -> int:  # noqa: ARG002 - as for streams
+    def number(self, slices: Sequence[Draws]) -> int:  # noqa: ARG002 - as for streams
         """Return 0: the order is known, and so are the data."""
         return 0
 
@@ -172,7 +172,7 @@ class ListedEpoch(EpochSamples):
     def forget(self, step: int) -> None:
         """Do nothing: the order is kept as a whole."""
 
-    def bookmark(self, step: int) -> Mapping[str, Any]:  # noqa: ARG002 - as for streams
+    def bookmark(self, slices: Sequence[Draws]) -> Mapping[str, Any]:  # noqa: ARG002 - as for streams
         """Return nothing: an epoch begins anywhere."""
         return {}
 
@@ -220,35 +220,17 @@ class SlicePlan:
         self._asked.popleft()
 
 
-@final
-class EpochRanges:
-    """The shards of every worker in the steps of an epoch; those of a step do not change after the first request."""
-
-    def __init__(self, assignment: ShardAssignment, epoch: int) -> None:
-        self._assignment = assignment
-        self._epoch = epoch
-        self._ranges: dict[int, tuple[range, ...]] = {}
-
-    def ranges(self, step: int) -> tuple[range, ...]:
-        if step not in self._ranges:
-            self._ranges[step] = self._assignment.ranges(Cursor(self._epoch, step))
-        return self._ranges[step]
-
-    def forget(self, step: int) -> None:
-        self._ranges.pop(step, None)
-
-
-def keys_of_slices(first_step: int, samples: EpochSamples, epoch_ranges: EpochRanges, rank: int) -> Iterator[SliceKeys]:
-    """Yield the keys of each slice of one worker, to the end of the epoch.
+def keys_of_slices(first: Cursor, samples: EpochSamples, assignment: ShardAssignment) -> Iterator[SliceKeys]:
+    """Yield the keys of each slice of this worker, to the end of the epoch.
 
     Not a method of the loader: the DataLoader refers to this. In a reference cycle torch cannot signal the loading
     processes to exit, and waits 5 s for them.
     """
-    for step in itertools.count(first_step):
+    for step in itertools.count(first.step):
         slices = samples.cut(step)
         if not any(slices):
             return
-        for _, draws in own_slices(slices, epoch_ranges.ranges(step)[rank]):
+        for _, draws in own_slices(slices, assignment.ranges(Cursor(first.epoch, step))[assignment.world.rank]):
             yield samples.keys(draws)
 
 
@@ -257,6 +239,6 @@ def keys_after(first: Sequence[SliceKeys], keys: Keys) -> Iterator[SliceKeys]:
     yield from keys()
 
 
-def own_slices(slices: list[Draws], shards: range) -> list[tuple[int, Draws]]:
+def own_slices(slices: Sequence[Draws], shards: range) -> list[tuple[int, Draws]]:
     """Return those of a worker's `shards` that have samples, with their draws."""
     return [(shard, slices[shard]) for shard in shards if len(slices[shard]) > 0]

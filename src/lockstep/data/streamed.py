@@ -1,20 +1,35 @@
-"""The samples of a stream that every worker reads as a whole, keeping its own slices.
+"""The samples of a stream, which are read in one of two ways.
 
-A worker reads one record more than a step needs. So it knows which step is the last one without asking the others, who
-have read the same records: the step table compares what they know.
+Every worker reads the whole stream, and keeps its own slices. It reads one record more than a step needs. So it knows
+which step is the last one without asking the others, who have read the same records: the step table compares what they
+know.
+
+Or the stream is divided: its parts have known lengths, and each shard has a share of its own, which its worker reads.
+The parts are put into the order of the epoch, one behind the other, and this line is cut into as many shares as there
+are shards, to the record: no share ends sooner than the others, however uneven the parts are.
+
+    parts in the order of the epoch   | c c c c c c | a a | d d d d d d d d d | b b b |
+    shares of three shards            | 0 0 0 0 0 0   0 | 1 1 1 1 1 1 1 | 2 2   2 2 2 |
+
+A share is read in blocks, and shuffled within them. It begins anywhere, so nothing of it is kept in a checkpoint, and
+another worker may go on with it. No record is read by two workers, so nothing that is read shows whether they have the
+same stream. Instead each of them reads the first records of some parts when the loader is made.
 """
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Self, final
+from functools import partial
+from itertools import accumulate, islice, pairwise
+from operator import add
+from typing import Any, Self, cast, final
 
 from torch.utils.data import Dataset
 
-from lockstep.data.blocks import BlockOrder, BlockStart, Place, Record, RecordQueue, open_queue
+from lockstep.data.blocks import BlockOrder, BlockStart, PassReader, RecordBlock, RecordLine, Records, read_blocks
 from lockstep.data.contents import slice_number
 from lockstep.data.keyed import RandomState, SliceKeys
 from lockstep.data.samples import Draws, EpochBegin, EpochSamples, Samples
@@ -23,24 +38,36 @@ from lockstep.shards import derive_seed, split_evenly
 
 _HEAD = 12
 """So many records are read twice, to see whether they are the same, and compared between workers."""
+_NUM_PARTS = 16
+"""Of so many parts of a divided stream, evenly spaced, the first records are compared between workers."""
+_NUM_RECORDS = 2
+"""So many records of each."""
 _MIN_BLOCK = 64
 """Records that are read together where they are not shuffled."""
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RecordKeys(SliceKeys):
     """What a loading process needs for a slice of records."""
 
-    records: Sequence[Record]
-    seed: int
+    def __init__(self, records: Records, seed: int) -> None:
+        self._values = records.values()
+        self._places: Sequence[int] = records
+        self._passes = records.passes()
+        self._seed = seed
 
-    def indices(self) -> Sequence[Any]:
-        return self.records
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_places": list(self._places)}  # without the blocks in which the records are
+
+    def items(self) -> list[Any]:
+        return self._values
+
+    def indices(self) -> Sequence[int]:
+        return self._places
 
     def seeds(self, number: int) -> list[int]:
-        records = self.records[:number]
-        return [derive_seed("sample", self.seed, each.pass_number, each.place) for each in records]
+        places = zip(self._passes[:number], self._places, strict=False)
+        return [derive_seed("sample", self._seed, pass_number, place) for pass_number, place in places]
 
 
 @final
@@ -50,11 +77,11 @@ class Transformed(Dataset[Any]):
     def __init__(self, transform: Callable[[Any], Any] | None) -> None:
         self._transform = transform
 
-    def __getitem__(self, record: Record) -> Any:
+    def __getitem__(self, record: Any) -> Any:
         if self._transform is None:
-            return record.value
+            return record
         # A slice may be loaded again: what the function changes in a record must not be there then.
-        return self._transform(deepcopy(record.value))
+        return self._transform(deepcopy(record))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,19 +95,20 @@ class Cut:
     """Of the order and of the samples' random states."""
     shuffle: bool
 
-    def slices(self, records: Sequence[Any]) -> list[Draws]:
-        return [records[start:stop] for start, stop in split_evenly(len(records), self.num_shards)]
-
 
 @final
 class StreamedSamples(Samples):
     def __init__(self, stream: Stream, cut: Cut) -> None:
         self._stream = stream
         self._cut = cut
+        self._is_divided = _can_be_divided(stream, cut)
         size = stream.buffer_size if cut.shuffle else max(cut.batch_size, _MIN_BLOCK)
+        if self._is_divided:
+            size = -(-size // cut.num_shards)
         self._order = BlockOrder(seed=cut.seed, size=size, shuffle=cut.shuffle)
-        self._content = read_head(stream, cut.seed)
-        self._last_queue: RecordQueue | None = None
+        head = read_head(stream, cut.seed)
+        self._content = _with_parts(head, stream, cut.seed) if self._is_divided else head
+        self._last_line: RecordLine | None = None
 
     @property
     def num_samples(self) -> int | None:
@@ -89,140 +117,239 @@ class StreamedSamples(Samples):
         return self._stream.num_records
 
     def __str__(self) -> str:
-        return f"{self._stream}, {f'shuffled among {self._order.size}' if self._cut.shuffle else 'in order'}"
+        shares = "a share for each shard, " if self._is_divided else ""
+        how = f"shuffled among {self._stream.buffer_size}" if self._cut.shuffle else "in order"
+        return f"{self._stream}, {shares}{how}"
 
     def content(self) -> int:
         return self._content
 
     def alone(self) -> Self:
         other = copy(self)
-        other._last_queue = None  # noqa: SLF001 - of this class
+        other._last_line = None  # noqa: SLF001 - of this class
         return other
 
     def epoch(self, begin: EpochBegin) -> EpochSamples:
-        epoch, steps = begin.epoch, self._stream.steps_per_epoch
-        before = 0 if steps is None else epoch * steps * self._cut.batch_size
-        total = before + begin.first_step * self._cut.batch_size
-        queue, self._last_queue = self._last_queue, None
-        if queue is None or queue.total != total or queue.is_reading:
-            queue = open_queue(
-                self._stream,
-                self._order,
-                first_pass=epoch if steps is None else 0,
-                is_endless=steps is not None,
-                total=total,
-                noted=self._find_place(epoch, total, begin.bookmark),
-            )
-        if steps is not None:  # the next epoch reads on where this one ends
-            self._last_queue = queue
+        size, steps = self._cut.batch_size, self._stream.steps_per_epoch
+        drops_last = self._cut.drop_last and not begin.keeps_last
+        before = 0 if steps is None else begin.epoch * steps * size
+        if self._is_divided:
+            lines = _lines_of_shares(self._stream, self._order, begin.epoch, self._cut, drops_last=drops_last)
+        else:
+            lines = [self._open_line(begin, before + begin.first_step * size)]
         return StreamedEpoch(
-            queue,
+            lines,
             self._cut,
-            first_step=begin.first_step,
             num_samples=self.num_samples,
-            total_before=before,
-            epoch=None if steps is not None else epoch,
-            drops_last=self._cut.drop_last and not begin.keeps_last,
+            before=before,
+            epoch=None if steps is not None else begin.epoch,
+            is_divided=self._is_divided,
+            drops_last=drops_last,
         )
 
     def check_unchanged(self) -> None:
-        """Do nothing: the end of a stream is found when it is read."""
+        """Do nothing: the end of a stream is found when it is read, and so is a length that is wrong."""
 
-    def _find_place(self, epoch: int, total: int, bookmark: Mapping[str, Any]) -> Place | None:
-        """Return a place to begin at, before or at the record after `total` others."""
+    def _open_line(self, begin: EpochBegin, total: int) -> RecordLine:
+        steps, last = self._stream.steps_per_epoch, self._last_line
+        if last is not None and last.goes_on_at(total):
+            return last
+        line = RecordLine(
+            partial(
+                read_blocks,
+                self._stream,
+                self._order,
+                first_pass=begin.epoch if steps is None else 0,
+                is_endless=steps is not None,
+                noted=self._find_start(begin.epoch, total, begin.bookmark),
+            )
+        )
+        self._last_line = None if steps is None else line  # the next epoch reads on where this one ends
+        return line
+
+    def _find_start(self, epoch: int, total: int, bookmark: Mapping[str, Any]) -> BlockStart | None:
+        """Return a block to begin with, which holds the record after `total` others or comes before it."""
         if bookmark and bookmark["epoch"] in {None, epoch}:
-            place = Place.from_mapping(bookmark)
-            if place.total <= total:
-                return place
+            start = BlockStart.from_mapping(bookmark)
+            if start.total <= total:
+                return start
         if self._stream.lengths is None or not total or self._cut.shuffle:
             return None
         block = self._order.block_at(epoch, total)
-        place_of_block = left = self._order.place_of(epoch, block)
+        place = left = self._order.place_of(epoch, block)
         for part, length in enumerate(self._stream.lengths):
             if left < length:
-                start = BlockStart(pass_number=epoch, block=block, place=place_of_block, part=part, offset=left)
-                return Place(start=start, total=place_of_block)
+                return BlockStart(total=place, pass_number=epoch, block=block, place=place, part=part, offset=left)
             left -= length
         return None
 
 
 @final
 class StreamedEpoch(EpochSamples):
-    """An epoch of a stream, of which `queue` begins at `first_step`; without `epoch`, a bookmark is for any epoch."""
+    """An epoch of a stream: of one line, which `before` records precede in it, or of a line for each shard.
+
+    Without `epoch`, a bookmark is for any epoch.
+    """
 
     def __init__(
         self,
-        queue: RecordQueue,
+        lines: Sequence[RecordLine],
         cut: Cut,
         *,
-        first_step: int,
         num_samples: int | None,
-        total_before: int,
+        before: int,
         epoch: int | None,
+        is_divided: bool,
         drops_last: bool,
     ) -> None:
-        self._queue = queue
+        self._lines = lines
         self._cut = cut
-        self._first_step = self._next = first_step
-        self._total_before = total_before
+        self._strides = _sizes(cut.batch_size, cut.num_shards) if is_divided else [cut.batch_size]
+        self._num_samples = num_samples
+        self._before = before
         self._epoch = epoch
+        self._is_divided = is_divided
         self._drops_last = drops_last
         self._known = None if num_samples is None else count_steps(num_samples, cut.batch_size, drops_last=drops_last)
-        self._num_steps = self._known if epoch is None else None
-        self._cuts: dict[int, list[Draws]] = {}
+        self._num_steps = self._known if is_divided or epoch is None else None
+        self._cuts: dict[int, list[Records]] = {}
 
-    def cut(self, step: int) -> list[Draws]:
-        while self._next <= step and self._next != self._num_steps:
-            self._read_step()
-        found: list[Draws] = self._cuts.get(step, [[]] * self._cut.num_shards)
-        return found
+    def cut(self, step: int) -> Sequence[Draws]:
+        if step not in self._cuts:
+            sizes = _sizes(self._count(step), self._cut.num_shards)
+            begins = [self._before + step * stride for stride in self._strides]
+            if self._is_divided:
+                found = list(map(Records, self._lines, begins, map(add, begins, sizes)))
+            else:
+                stops = list(accumulate(sizes, initial=begins[0]))
+                found = [Records(self._lines[0], start, stop) for start, stop in pairwise(stops)]
+                for records in found:
+                    records.read()  # before the line forgets them: another worker's may be needed, too
+            self._cuts[step] = found
+        return self._cuts[step]
 
     def num_steps(self, step: int) -> int | None:
         """Return the steps of the epoch; None if they are not known in `step`, whatever was read ahead."""
         return self._known if self._known is not None else self._num_steps if self._num_steps == step + 1 else None
 
-    def number(self, step: int) -> int:
-        """Return a number for the block in which a step begins."""
-        place = self._queue.place_of(self._total(step))
-        return 0 if place is None else place.start.number or 0
+    def number(self, slices: Sequence[Draws]) -> int:
+        """Return a number for the block in which a step begins; 0 where no worker reads what another one does."""
+        return 0 if self._is_divided else _first_block(slices).start.number or 0
 
-    def keys(self, draws: Draws) -> RecordKeys:
-        return RecordKeys(records=draws, seed=self._cut.seed)
+    def keys(self, draws: Draws) -> SliceKeys:
+        return RecordKeys(cast("Records", draws), self._cut.seed)
 
     def indices(self, draws: Draws) -> Sequence[int]:
-        return [record.place for record in draws]
+        """Return where the records are in the stream, in the order of its parts as they were given."""
+        cast("Records", draws).read()
+        return draws
 
     def forget(self, step: int) -> None:
         self._cuts.pop(step, None)
-        self._queue.forget(self._total(step + 1))
+        for line, stride in zip(self._lines, self._strides, strict=True):
+            line.forget(self._before + (step + 1) * stride)
 
-    def bookmark(self, step: int) -> Mapping[str, Any]:
+    def bookmark(self, slices: Sequence[Draws]) -> Mapping[str, Any]:
         """Return the block in which a step begins; empty for none."""
-        place = self._queue.place_of(self._total(step))
-        found = {} if place is None else place.to_mapping()
+        found = {} if self._is_divided else _first_block(slices).start.to_mapping()
         return {"epoch": self._epoch, **found} if found else {}
 
-    def _total(self, step: int) -> int:
-        return self._total_before + step * self._cut.batch_size
-
-    def _read_step(self) -> None:
-        """Cut the next step, and look whether another one follows."""
-        size, step = self._cut.batch_size, self._next
-        there = self._queue.fill(size)
+    def _count(self, step: int) -> int:
+        """Return how many samples a step has; where that is found by reading, look whether another one follows."""
+        if self._num_steps is not None and step >= self._num_steps:
+            return 0
+        size = self._cut.batch_size
+        if self._is_divided:
+            assert self._num_samples is not None
+            return min(size, self._num_samples - step * size)
+        line, total = self._lines[0], self._before + step * size
+        there = max(line.read(total, total + size) - total, 0)
         if there == 0 or (there < size and self._drops_last):
-            self._end(step)  # the first step that was asked for is beyond the end
-            return
-        self._cuts[step] = self._cut.slices(self._queue.take(min(size, there)))
-        self._next = step + 1
-        needed = size if self._drops_last else 1
-        if self._num_steps is None and self._queue.fill(needed) < needed:
-            self._end(self._next)
+            self._end(step, there)  # the first step that was asked for is beyond the end
+            return 0
+        count = min(size, there)
+        needed = total + count + (size if self._drops_last else 1)
+        if self._num_steps is None and line.read(total, needed) < needed:
+            self._end(step + 1, count)
+        return count
 
-    def _end(self, num_steps: int) -> None:
+    def _end(self, num_steps: int, num_left: int) -> None:
         if not num_steps:
             too_few = "fewer than a batch, and drop_last=True leaves them out" if self._drops_last else "none at all"
-            raise ValueError(f"The stream has {self._queue.fill(1)} samples: {too_few}. (LS409)")
+            raise ValueError(f"The stream has {num_left} samples: {too_few}. (LS409)")
         self._num_steps = num_steps
+
+
+@final
+class _PartsInOrder:
+    """All records of an epoch: the parts in its order, one behind the other."""
+
+    def __init__(self, stream: Stream, order: BlockOrder, epoch: int) -> None:
+        assert stream.lengths is not None
+        self._stream = stream
+        self._order = order
+        self._epoch = epoch
+        self._parts = order.parts(len(stream.parts), epoch)
+        self._begins = [0, *accumulate(stream.lengths[part] for part in self._parts)]
+        self._places = [0, *accumulate(stream.lengths)]
+
+    def read_share(self, shard: int, share: range, total: int) -> Iterator[RecordBlock]:
+        """Yield the blocks of a share from that one on which holds the record after `total` others."""
+        size, seed = self._order.size, self._order.seed
+        reader = None
+        for block in range(total // size, -(-len(share) // size)):
+            numbers = share[block * size : (block + 1) * size]
+            if reader is None:
+                part = self._part_of(numbers.start)
+                offset = numbers.start - self._begins[part]
+                start = BlockStart(
+                    total=total, pass_number=self._epoch, block=0, place=numbers.start, part=part, offset=offset
+                )
+                reader = PassReader(self._stream, self._parts, start, seed)
+            values = reader.read(len(numbers))
+            yield RecordBlock(
+                BlockStart(total=block * size, pass_number=self._epoch, block=block, place=numbers.start),
+                values,
+                self._order,
+                derive_seed("share block", seed, self._epoch, shard, block),
+                self._place_of,
+            )
+
+    def _part_of(self, number: int) -> int:
+        return bisect_right(self._begins, number) - 1
+
+    def _place_of(self, number: int) -> int:
+        """Return the place of a record if the parts come in the order in which they were given."""
+        part = self._part_of(number)
+        return self._places[self._parts[part]] + number - self._begins[part]
+
+
+def _lines_of_shares(stream: Stream, order: BlockOrder, epoch: int, cut: Cut, *, drops_last: bool) -> list[RecordLine]:
+    """Return the share of each shard."""
+    assert stream.lengths is not None
+    num_whole, rest = divmod(sum(stream.lengths), cut.batch_size)
+    of_last = _sizes(0 if drops_last else rest, cut.num_shards)
+    totals = [
+        num_whole * whole + last for whole, last in zip(_sizes(cut.batch_size, cut.num_shards), of_last, strict=True)
+    ]
+    parts = _PartsInOrder(stream, order, epoch)
+    shares = [range(start, stop) for start, stop in pairwise(accumulate(totals, initial=0))]
+    return [RecordLine(partial(parts.read_share, shard, share)) for shard, share in enumerate(shares)]
+
+
+def _can_be_divided(stream: Stream, cut: Cut) -> bool:
+    """Whether each shard can have a share of a stream: not in the order of the stream, where all read all."""
+    is_whole = stream.read is None or stream.lengths is None or stream.limit is not None
+    return cut.shuffle and not is_whole and len(stream.parts) >= cut.num_shards
+
+
+def _first_block(slices: Sequence[Draws]) -> RecordBlock:
+    block, _, _ = cast("Records", slices[0]).read()[0]
+    return block
+
+
+def _sizes(total: int, num_shards: int) -> list[int]:
+    return [stop - start for start, stop in split_evenly(total, num_shards)]
 
 
 def count_steps(num_samples: int, batch_size: int, *, drops_last: bool) -> int:
@@ -244,11 +371,20 @@ def read_head(stream: Stream, seed: int) -> int:
 
 
 def _read_head(stream: Stream, seed: int) -> list[int]:
-    found = (read_part_head(stream, seed, part, _HEAD) for part in range(len(stream.parts)))
+    found = (_read_part_head(stream, seed, part, _HEAD) for part in range(len(stream.parts)))
     return next(filter(None, found), [])  # the first ones may be empty
 
 
-def read_part_head(stream: Stream, seed: int, part: int, count: int) -> list[int]:
+def _read_part_head(stream: Stream, seed: int, part: int, count: int) -> list[int]:
     """Return a number for each of the first records of a part."""
     with RandomState(derive_seed("stream", seed, 0, 0), (stream.parts, stream.read)).entered():
         return list(map(slice_number, islice(stream.open(part, 0), count)))
+
+
+def _with_parts(head: int, stream: Stream, seed: int) -> int:
+    """Return a number for the head of a stream and the first records of some parts, the same wherever they are read."""
+    assert stream.lengths is not None
+    filled = [part for part, length in enumerate(stream.lengths) if length]
+    chosen = sorted({filled[number * (len(filled) - 1) // (_NUM_PARTS - 1)] for number in range(_NUM_PARTS)})
+    heads = [_read_part_head(stream, seed, part, _NUM_RECORDS) for part in chosen]
+    return zlib.crc32(repr((head, heads)).encode()) or 1
