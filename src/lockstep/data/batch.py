@@ -146,7 +146,11 @@ class ErrorPlace:
         """Begin with the slice."""
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if not isinstance(error, Exception) or isinstance(error, LockstepError):
+        if isinstance(error, Exception):
+            self.note(error)
+
+    def note(self, error: Exception) -> None:
+        if isinstance(error, LockstepError):
             return
         cursor, indices = self._cursor, self._indices
         shown = ", ".join(map(str, indices[:_NUM_SHOWN])) + (", ..." if len(indices) > _NUM_SHOWN else "")

@@ -21,12 +21,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any, final
 
 import torch
 
-from lockstep.data.contents import slice_number
+from lockstep.data.contents import records_number
 from lockstep.data.keyed import RandomState
 from lockstep.data.stream import OpenPart, Stream
 from lockstep.processes.user_line import stacklevel_of_user
@@ -147,6 +147,10 @@ class RecordBlock:
         return place if self._place_of is None else self._place_of(place)
 
 
+Pieces = list[tuple[RecordBlock, int, int]]
+"""Which records of the shuffled order of blocks: from a first one up to another."""
+
+
 @final
 class RecordLine:
     """Records in the order of the training: read in blocks when they are needed, and kept until they are forgotten.
@@ -169,35 +173,46 @@ class RecordLine:
     def read(self, start: int, stop: int) -> int:
         """Read the records from `start` to `stop`; return where what was read ends: sooner if the stream does."""
         with self._reading:
-            if not self.goes_on_at(start):
-                self._blocks.clear()
-                self._reader, self._end = self._open_at(start), start
-            while self._end < stop:
-                assert self._reader is not None
-                reader, self._reader = self._reader, None  # opened anew after an error
-                found = next(reader, None)
-                self._reader = reader
-                if found is None:
-                    break
-                self._blocks.append(found)
-                self._end = found.stop
+            if stop > self._end or not self.goes_on_at(start):
+                self._read_on(start, stop)
             return self._end
 
-    def pieces(self, start: int, stop: int) -> list[tuple[RecordBlock, int, int]]:
-        """Return the records from `start` to `stop` as pieces of blocks: which ones of its shuffled order."""
+    def pieces(self, bounds: Sequence[int]) -> list[Pieces]:
+        """Return the records between each two neighbouring bounds as pieces of blocks."""
         with self._reading:
-            self.read(start, stop)
-            return [
-                (each, max(start - each.total, 0), min(stop, each.stop) - each.total)
-                for each in self._blocks
-                if each.total < stop and each.stop > start
-            ]
+            self.read(bounds[0], bounds[-1])
+            blocks = iter(self._blocks)
+            block = next(blocks)
+            found = []
+            for start, stop in pairwise(bounds):
+                while block.stop <= start < stop:
+                    block = next(blocks)
+                pieces = [(block, start - block.total, min(stop, block.stop) - block.total)]
+                while block.stop < stop:
+                    block = next(blocks)
+                    pieces.append((block, 0, min(stop, block.stop) - block.total))
+                found.append(pieces)
+            return found
 
     def forget(self, start: int) -> None:
         """Keep no block that is over before the record after `start` others."""
         with self._reading:
             while self._blocks and self._blocks[0].stop <= start:
                 self._blocks.popleft()
+
+    def _read_on(self, start: int, stop: int) -> None:
+        if not self.goes_on_at(start):
+            self._blocks.clear()
+            self._reader, self._end = self._open_at(start), start
+        while self._end < stop:
+            assert self._reader is not None
+            reader, self._reader = self._reader, None  # opened anew after an error
+            found = next(reader, None)
+            self._reader = reader
+            if found is None:
+                return
+            self._blocks.append(found)
+            self._end = found.stop
 
 
 @final
@@ -207,16 +222,16 @@ class Records(Sequence[int]):
     It keeps what it has read, so a batch that was fetched ahead can be cut anew, whatever the line has forgotten.
     """
 
-    def __init__(self, line: RecordLine, start: int, stop: int) -> None:
+    def __init__(self, line: RecordLine, start: int, stop: int, pieces: Pieces | None = None) -> None:
         self._line = line
         self._start = start
         self._stop = stop
-        self._pieces: list[tuple[RecordBlock, int, int]] | None = None
+        self._pieces = pieces
 
-    def read(self) -> list[tuple[RecordBlock, int, int]]:
+    def read(self) -> Pieces:
         """Read them if that was not done before; return pieces of blocks."""
         if self._pieces is None:
-            self._pieces = self._line.pieces(self._start, self._stop)
+            (self._pieces,) = self._line.pieces((self._start, self._stop))
         return self._pieces
 
     def __len__(self) -> int:
@@ -235,9 +250,13 @@ class Records(Sequence[int]):
             return block.values(first, last)
         return [value for block, first, last in pieces for value in block.values(first, last)]
 
-    def passes(self) -> list[int]:
-        """Return the number of the pass of each record."""
-        return [number for block, first, last in self.read() for number in [block.pass_number] * (last - first)]
+    def sources(self) -> list[tuple[int, int]]:
+        """Return the pass and the place of each record."""
+        return [
+            (block.pass_number, block.place(number))
+            for block, first, last in self.read()
+            for number in range(first, last)
+        ]
 
 
 def _read_pass(stream: Stream, order: BlockOrder, start: BlockStart) -> Iterator[RecordBlock]:
@@ -262,7 +281,7 @@ def _read_pass(stream: Stream, order: BlockOrder, start: BlockStart) -> Iterator
 def _number_of(values: Sequence[Any]) -> int:
     """Return a number for records: of the first, the last and some between, since each takes time."""
     some = [values[0], values[-1], *values[:: -(-len(values) // _NUM_COMPARED)]]
-    return slice_number([len(values), *some])
+    return records_number(len(values), some)
 
 
 @final
@@ -278,6 +297,9 @@ class PassReader:
         self.position = (start.part, start.offset)
         self._open: OpenPart | None = None
         self._random = RandomState(0, None)
+        # Most parts are names: they hold no generator, and are not searched through for each block.
+        parts = [] if all(isinstance(part, str | int) for part in stream.parts) else stream.parts
+        self._root = parts, stream.read
         self._state = start.state
 
     def state(self) -> Any:
@@ -326,7 +348,7 @@ class PassReader:
 
     def _random_state(self, name: str, number: int) -> RandomState:
         seed = derive_seed(name, self._seed, self._pass_number, number)
-        return RandomState(seed, (self._stream.parts, self._stream.read))
+        return RandomState(seed, self._root)
 
     def _begin(self, part: int, offset: int) -> OpenPart:
         opened = self._stream.open(part, self._pass_number)

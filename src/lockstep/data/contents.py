@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ _NUM_READ = 64
 _NUM_PARTS = 10_000
 """The most parts of a slice that are read."""
 _MAX_DEPTH = 8
+_MAX_STACKED = 4096
+"""Elements of a tensor that is read together with others."""
 _BYTES = (bytes, bytearray)
 _NUMBERS = (bool, int, complex, type(None))
 _CODE = (type, types.ModuleType, types.FunctionType)
@@ -69,6 +71,47 @@ def content_number(dataset: Dataset[object]) -> int:
 def slice_number(data: object) -> int:
     """Return a number that is the same for slices of the same samples; never 0 (local). [Note: equal contents]."""
     return zlib.crc32("\n".join(islice(_parts(data, _MAX_DEPTH), _NUM_PARTS)).encode()) or 1
+
+
+def records_number(count: int, records: Sequence[Any]) -> int:
+    """Return `slice_number([count, *records])`, sooner where the records are alike."""
+    parts = chain([f"{1 + len(records)} of them", repr(count)], *_parts_of_each(records, _MAX_DEPTH - 1))
+    return zlib.crc32("\n".join(islice(parts, _NUM_PARTS)).encode()) or 1
+
+
+def _parts_of_each(values: Sequence[Any], depth: int) -> list[list[str]]:
+    """Return what `_parts` yields for each of some values; all small tensors of one shape are read together."""
+    first, kinds = values[0], set(map(type, values))
+    if kinds <= {int, float, str, bytes}:
+        return [[str(_describe(each))] for each in values]
+    if len(kinds) == 1 and depth > 0:
+        if type(first) is Tensor and _can_be_stacked(values):
+            return [[text] for text in _describe_tensors(torch.stack(list(values)))]
+        if type(first) in {tuple, list} and first and len(set(map(len, values))) == 1:
+            columns = [_parts_of_each(column, depth - 1) for column in zip(*values, strict=True)]
+            return [[f"{len(first)} of them", *chain(*row)] for row in zip(*columns, strict=True)]
+        if type(first) is dict and first and all(each.keys() == first.keys() for each in values):
+            names = sorted(first, key=str)
+            columns = [_parts_of_each([each[name] for each in values], depth - 1) for name in names]
+            named = [[[str(name), *parts] for parts in column] for name, column in zip(names, columns, strict=True)]
+            return [list(chain(*row)) for row in zip(*named, strict=True)]
+    return [list(_parts(value, depth)) for value in values]
+
+
+def _can_be_stacked(tensors: Sequence[Tensor]) -> bool:
+    first = tensors[0]
+    is_small = first.is_floating_point() and 0 < first.numel() <= _MAX_STACKED and first.device.type == "cpu"
+    kinds = {(each.layout, each.is_nested, each.is_quantized, each.dtype, each.shape) for each in tensors}
+    return is_small and kinds == {(torch.strided, False, False, first.dtype, first.shape)}
+
+
+@torch.no_grad()
+def _describe_tensors(stacked: Tensor) -> list[str]:
+    """Return what `_describe_tensor` does for each of stacked tensors."""
+    kind = f"{stacked.dtype} {tuple(stacked.shape[1:])}"
+    rows = stacked.reshape(len(stacked), -1).double()
+    sums = zip(rows.clamp(min=0).sum(1).tolist(), rows.square().sum(1).tolist(), strict=True)
+    return [f"{kind} {positive:.3g} {squares:.3g}" for positive, squares in sums]
 
 
 def _parts(value: Any, depth: int) -> Iterator[str]:

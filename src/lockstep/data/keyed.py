@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -22,7 +21,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.data.contents import OwnGenerator, find_generators
 from lockstep.errors import LockstepError
-from lockstep.processes.reproducibility import read_host_states, seed_python_and_numpy, set_host_states
+from lockstep.processes.reproducibility import keep_host_states, seed_host_generators
 from lockstep.shards import derive_seed
 
 _NUM_SHOWN = 16
@@ -154,13 +153,12 @@ def _listed(indices: Sequence[int]) -> str:
 def _seed(seed: int, own: Sequence[OwnGenerator]) -> None:
     for each in own:
         each.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    seed_python_and_numpy(seed)
+    seed_host_generators(seed)
 
 
 def _keep_states(own: Sequence[OwnGenerator]) -> list[Callable[[], object]]:
     """Return functions that restore the present states of the global generators and of others."""
-    return [partial(set_host_states, read_host_states()), *(each.keep_state() for each in own)]
+    return [*keep_host_states(), *(each.keep_state() for each in own)]
 
 
 @contextmanager

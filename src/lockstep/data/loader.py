@@ -369,9 +369,12 @@ def _same_world(world: World) -> World:
 
 
 def _take_slice(loaded: Iterator[Any], cursor: Cursor, shard: int, indices: Sequence[int]) -> Slice:
-    with ErrorPlace(cursor, shard, indices):
-        data = _check_slice(next(loaded))
-    return Slice(shard=shard, num_samples=len(indices), data=data, indices=indices)
+    try:
+        data = next(loaded)
+    except Exception as error:
+        ErrorPlace(cursor, shard, indices).note(error)
+        raise
+    return Slice(shard=shard, num_samples=len(indices), data=_check_slice(data), indices=indices)
 
 
 def _check_slice(data: Any) -> Any:

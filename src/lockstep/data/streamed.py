@@ -24,7 +24,6 @@ from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice, pairwise
-from operator import add
 from typing import Any, Self, cast, final
 
 from torch.utils.data import Dataset
@@ -52,22 +51,27 @@ class RecordKeys(SliceKeys):
 
     def __init__(self, records: Records, seed: int) -> None:
         self._values = records.values()
-        self._places: Sequence[int] = records
-        self._passes = records.passes()
+        self._records: Records | None = records
+        self._sources: list[tuple[int, int]] = []
         self._seed = seed
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_places": list(self._places)}  # without the blocks in which the records are
+        return vars(self) | {"_sources": self._find_sources(), "_records": None}  # without blocks of other records
 
     def items(self) -> list[Any]:
         return self._values
 
     def indices(self) -> Sequence[int]:
-        return self._places
+        return [place for _, place in self._find_sources()]
 
     def seeds(self, number: int) -> list[int]:
-        places = zip(self._passes[:number], self._places, strict=False)
-        return [derive_seed("sample", self._seed, pass_number, place) for pass_number, place in places]
+        return [derive_seed("sample", self._seed, *source) for source in self._find_sources()[:number]]
+
+    def _find_sources(self) -> list[tuple[int, int]]:
+        """Return the pass of each record and its place there: only messages and random states need them."""
+        if self._records is not None and not self._sources:
+            self._sources = self._records.sources()
+        return self._sources
 
 
 @final
@@ -215,18 +219,28 @@ class StreamedEpoch(EpochSamples):
         self._cuts: dict[int, list[Records]] = {}
 
     def cut(self, step: int) -> Sequence[Draws]:
-        if step not in self._cuts:
-            sizes = _sizes(self._count(step), self._cut.num_shards)
-            begins = [self._before + step * stride for stride in self._strides]
+        found = self._cuts.get(step)
+        if found is None:
+            count = self._count(step)
+            parts = split_evenly(count, self._cut.num_shards)
             if self._is_divided:
-                found = list(map(Records, self._lines, begins, map(add, begins, sizes)))
+                begins = [step * stride for stride in self._strides]
+                found = [
+                    Records(line, begin, begin + stop - start)
+                    for line, begin, (start, stop) in zip(self._lines, begins, parts, strict=True)
+                ]
+            elif count:
+                # Read here, before the line forgets it: what is another worker's may be needed, too.
+                begin, line = self._before + step * self._cut.batch_size, self._lines[0]
+                pieces = line.pieces([begin, *(begin + stop for _, stop in parts)])
+                found = [
+                    Records(line, begin + start, begin + stop, each)
+                    for each, (start, stop) in zip(pieces, parts, strict=True)
+                ]
             else:
-                stops = list(accumulate(sizes, initial=begins[0]))
-                found = [Records(self._lines[0], start, stop) for start, stop in pairwise(stops)]
-                for records in found:
-                    records.read()  # before the line forgets them: another worker's may be needed, too
+                found = []
             self._cuts[step] = found
-        return self._cuts[step]
+        return found
 
     def num_steps(self, step: int) -> int | None:
         """Return the steps of the epoch; None if they are not known in `step`, whatever was read ahead."""

@@ -1,10 +1,20 @@
-"""The random generators and deterministic switches on which the bits of a run depend."""
+"""The random generators and deterministic switches on which the bits of a run depend.
 
+[Note: states where they lie] Python needs 15 us to give and take the state of its global generator, NumPy 110. Slices
+and blocks of records are loaded in random states of their own, often for 100 us. So both states, 624 words of a
+Mersenne Twister and a place among them, are copied where they lie in memory, in 1 us. Whether they lie there is looked
+at first: the words must be those that `getstate` returns. NumPy keeps a second normal number beside them, which only it
+can tell; as long as the words are those for which it had none, it has none.
+"""
+
+import ctypes
+import functools
 import random
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Final, final
 
 import torch
 
@@ -15,6 +25,7 @@ from lockstep.torch_private.compiler_import import set_inductor_deterministic
 REPRODUCIBLE_WORKSPACES = frozenset({CUBLAS_WORKSPACE, ":16:8"})
 """The values of CUBLAS_WORKSPACE_CONFIG under which cuBLAS is reproducible."""
 _DEVICES_WITH_GENERATORS: tuple[Any, ...] = (torch.cuda, torch.xpu, torch.mtia)
+_TwisterWords: Final = ctypes.c_uint32 * 625
 
 
 def seed_generators(seed: int) -> None:
@@ -52,6 +63,92 @@ def set_host_states(states: Mapping[str, Any]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and states["numpy"] is not None:
         numpy.random.set_state(states["numpy"])
+
+
+def keep_host_states() -> list[Callable[[], object]]:
+    """Return functions that put back what `read_host_states` would return now. [Note: states where they lie]."""
+    cpu = torch.default_generator
+    numpy = sys.modules.get("numpy")
+    of_numpy = [] if numpy is None else [_numpy_twister(numpy.random.get_bit_generator()).keep()]
+    return [_keep_python_state(), partial(cpu.set_state, cpu.get_state()), *of_numpy]
+
+
+def seed_host_generators(seed: int) -> None:
+    """Seed the global generators of Python, torch's CPU and NumPy (local)."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+        _numpy_twister(numpy.random.get_bit_generator()).note_seeded()
+
+
+def _keep_python_state() -> Callable[[], object]:
+    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+    words = _find_python_words(generator)
+    if words is None:
+        return partial(random.setstate, random.getstate())
+    kept, normal = bytes(words), generator.gauss_next
+
+    def put_back() -> None:
+        ctypes.memmove(words, kept, len(kept))
+        generator.gauss_next = normal
+
+    return put_back
+
+
+@functools.cache
+def _find_python_words(generator: random.Random) -> Any:
+    """Return the place among the words, and these, where they lie in memory; None if that is not known."""
+    if random.Random.__base__.__basicsize__ < object.__basicsize__ + ctypes.sizeof(_TwisterWords):  # type: ignore[union-attr]
+        return None
+    words = _TwisterWords.from_address(id(generator) + object.__basicsize__)
+    return words if [*words[1:], words[0]] == list(generator.getstate()[1]) else None
+
+
+@final
+class _NumpyTwister:
+    """NumPy's global generator. [Note: states where they lie]."""
+
+    def __init__(self, generator: Any) -> None:
+        self._random = sys.modules["numpy"].random
+        self._words: Any = None
+        self._without_normal = b""
+        """A state of the words that is known to have no second normal number beside them."""
+        if isinstance(generator, self._random.MT19937):
+            words = _TwisterWords.from_address(generator.ctypes.state_address)
+            expected = generator.state["state"]
+            self._words = words if list(words) == [*expected["key"].tolist(), expected["pos"]] else None
+
+    def keep(self) -> Callable[[], object]:
+        """Return what puts the present state back."""
+        now = self._read()
+        if not now or now != self._without_normal:
+            state = self._random.get_state()
+            if not now or state[3]:
+                return partial(self._random.set_state, state)
+            self._without_normal = now
+        return partial(self._put_back, now)
+
+    def note_seeded(self) -> None:
+        self._without_normal = self._read()
+
+    def _put_back(self, kept: bytes) -> None:
+        if self._read() == self._without_normal:
+            ctypes.memmove(self._words, kept, len(kept))
+        else:
+            *key, place = _TwisterWords.from_buffer_copy(kept)
+            self._random.set_state(("MT19937", key, place))
+        self._without_normal = kept
+
+    def _read(self) -> bytes:
+        """Return the words as bytes; empty if it is not known where they lie."""
+        return b"" if self._words is None else bytes(self._words)
+
+
+@functools.cache
+def _numpy_twister(generator: Any) -> _NumpyTwister:
+    return _NumpyTwister(generator)
 
 
 def reseed_generators(seed: int) -> None:
