@@ -184,7 +184,8 @@ class RandomState:
     def entered(self) -> Iterator[None]:
         """Set the generators to the states in which they were left; put back at the end what they were before."""
         own = find_generators(self._root)
-        with _generators_restored(own):
+        before = _keep_states(own)
+        try:
             if self._states is None:
                 _seed(self._seed, own)
             else:
@@ -192,6 +193,9 @@ class RandomState:
                     restore()
             yield
             self._states = _keep_states(own)
+        finally:
+            for restore in before:
+                restore()
 
 
 def read_columns(dataset: Dataset[object], indices: Sequence[int]) -> list[Tensor] | None:

@@ -123,9 +123,11 @@ class _NumpyTwister:
     def keep(self) -> Callable[[], object]:
         """Return what puts the present state back."""
         now = self._read()
-        if not now or now != self._without_normal:
+        if not now:
+            return partial(self._random.set_state, self._random.get_state(legacy=False))
+        if now != self._without_normal:
             state = self._random.get_state()
-            if not now or state[3]:
+            if state[3]:
                 return partial(self._random.set_state, state)
             self._without_normal = now
         return partial(self._put_back, now)

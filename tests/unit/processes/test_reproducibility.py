@@ -1,11 +1,17 @@
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
 
-from lockstep.processes.reproducibility import seed_generators, set_deterministic, warn_of_late_workspace
+from lockstep.processes.reproducibility import (
+    keep_host_states,
+    seed_generators,
+    seed_host_generators,
+    set_deterministic,
+    warn_of_late_workspace,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +30,45 @@ def test_every_generator_is_seeded() -> None:
     assert draw() == first
     seed_generators(6)
     assert all(a != b for a, b in zip(draw(), first, strict=True))
+
+
+def draw_from_each() -> list[float]:
+    """Draw single normal numbers as well: Python and NumPy make two, and keep the second for the next call."""
+    numpys = np.random.normal(), np.random.rand()  # noqa: NPY002
+    return [random.gauss(0, 1), random.random(), *map(float, numpys), torch.rand(()).item()]
+
+
+@pytest.mark.parametrize("num_draws", [0, 1, 2, 400])
+@pytest.mark.parametrize("draws_between", [True, False])
+@pytest.mark.parametrize("generator", [np.random.MT19937, np.random.PCG64])
+def test_kept_states_are_put_back(num_draws: int, draws_between: bool, generator: type) -> None:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(generator(3))
+    try:
+        seed_generators(5)
+        for _ in range(num_draws):
+            draw_from_each()
+        states: list[list[Callable[[], object]]] = [keep_host_states()]
+        expected = [draw_from_each() for _ in range(700)]
+        for restore in states[0]:
+            restore()
+        states.append(keep_host_states())
+        if generator is np.random.MT19937:
+            seed_host_generators(9)
+            other = [draw_from_each() for _ in range(3 if draws_between else 0)]
+            states.append(keep_host_states())
+            following = draw_from_each()
+        for restore in states[1]:
+            restore()
+        assert [draw_from_each() for _ in range(700)] == expected
+        if generator is np.random.MT19937:
+            for restore in states[2]:
+                restore()
+            assert draw_from_each() == following
+            seed_generators(9)
+            assert [draw_from_each() for _ in other] == other
+    finally:
+        np.random.set_bit_generator(before)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
