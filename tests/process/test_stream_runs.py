@@ -1,15 +1,21 @@
-"""`lockstep train` on a stream: killed, or stopped and resumed, it ends with the digest of one worker."""
+"""Training on a stream: killed, or stopped and resumed, it ends with the digest of one worker."""
 
+import os
+import queue
 import re
 import shutil
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
+import lockstep as ls
 from lockstep.cli.main import app
 from lockstep.events import NULL_RECORDER
 from lockstep.runs.config import read_config
@@ -131,3 +137,49 @@ def test_a_stream_that_is_stopped_twice_and_resumed_on_others_has_the_same_diges
     assert train("1 4 SIGTERM", "workers=2", *arguments) == ""
     assert train("1 3 SIGTERM", "workers=3", "--resume", "run", *arguments) == ""
     assert train("", "workers=1", "--resume", "run", *arguments) == digest_of_one_worker(kind)
+
+
+def fetched_ahead(batches: Iterator[ls.ShardedBatch], number: int) -> Iterator[ls.ShardedBatch]:
+    """Yield batches that a thread has fetched, so many ahead."""
+    waiting: queue.Queue[ls.ShardedBatch | None] = queue.Queue(number)
+
+    def fetch() -> None:
+        for batch in batches:
+            waiting.put(batch)
+        waiting.put(None)
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    while (batch := waiting.get()) is not None:
+        yield batch
+    thread.join()
+
+
+def train_fetching_ahead(run: ls.Run, ahead: list[int], kill: tuple[int, int]) -> str:
+    calls = [0]
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        calls[0] += 1
+        if (run.rank, calls[0]) == kill and run.world_size > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return model(batch[:, None].float() / 120).square().mean()
+
+    torch.manual_seed(0)
+    model = nn.Linear(1, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = ls.Trainer(model, optimizer, loss=loss, num_shards=3, on_worker_loss="continue")
+    stream = ls.Stream(range(4), read=lambda part: map(float, range(30 * part, 30 * part + 30)), buffer_size=20)
+    loader = ls.ShardedLoader(stream, batch_size=12, num_shards=3)
+    for epoch in range(2):
+        batches = loader.epoch(epoch)
+        for batch in fetched_ahead(batches, ahead[run.rank]) if ahead[run.rank] else batches:
+            trainer.step(batch)
+    assert trainer.global_step == 20
+    return trainer.digest()
+
+
+@pytest.mark.parametrize("ahead", [[1, 1, 1], [3, 0, 0]])
+def test_batches_that_a_thread_has_fetched_ahead_are_trained_on_when_a_worker_is_killed(ahead: list[int]) -> None:
+    # They had no samples any more: 48 were dropped where rank 0 fetched ahead, and the step failed where all did.
+    undisturbed = ls.launch(train_fetching_ahead, [0], (1, 4), workers=1)
+    assert ls.launch(train_fetching_ahead, ahead, (1, 4), workers=3) == undisturbed * 2

@@ -82,6 +82,8 @@ def records_number(count: int, records: Sequence[Any]) -> int:
 def _parts_of_each(values: Sequence[Any], depth: int) -> list[list[str]]:
     """Return what `_parts` yields for each of some values; all small tensors of one shape are read together."""
     first, kinds = values[0], set(map(type, values))
+    if kinds == {int}:
+        return [[repr(each)] for each in values]
     if kinds <= {int, float, str, bytes}:
         return [[str(_describe(each))] for each in values]
     if len(kinds) == 1 and depth > 0:
