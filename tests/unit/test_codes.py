@@ -35,7 +35,7 @@ OTHERS_CODE = {
         "comm/shm/rendezvous.py: _read_reason",
         "checkpoint/saver.py: Saver.__exit__",
         "cli/check.py: check",
-        "engine/recovery.py: _log",
+        "engine/present.py: _log",
         "engine/state_file.py: raise_on_all_ranks",
         "launch/scaling.py: Scaling._resize",
         "launch/restarts.py: call_with_restarts",

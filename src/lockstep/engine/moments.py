@@ -7,9 +7,8 @@ from typing import Any, final
 
 from lockstep.comm import World
 from lockstep.engine.batches import gather_results
-from lockstep.engine.continued import Continued
 from lockstep.engine.evaluation import Mean
-from lockstep.engine.present_engine import PresentEngine
+from lockstep.engine.present import Continued, PresentEngine
 from lockstep.engine.run_state import RunState
 from lockstep.engine.step_result import StepResult
 

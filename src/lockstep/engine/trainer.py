@@ -21,13 +21,12 @@ from lockstep.engine.averaging import SWA, AveragedWeights, tensors_of
 from lockstep.engine.batchnorm_update import Forward, compute_statistics
 from lockstep.engine.callbacks import Callback
 from lockstep.engine.comparison import verify
-from lockstep.engine.continued import Continued
 from lockstep.engine.determinism import DeterminismSwitches
 from lockstep.engine.evaluation import Metric, evaluate
 from lockstep.engine.fingerprint import Fingerprint
 from lockstep.engine.moments import Moments
 from lockstep.engine.networks import TRAINED_MODELS
-from lockstep.engine.present_engine import PresentEngine
+from lockstep.engine.present import Continued, PresentEngine
 from lockstep.engine.run_state import RunState
 from lockstep.engine.saving import load_state, save_state
 from lockstep.engine.shard_runs import Loss
@@ -188,7 +187,7 @@ class Trainer:
             self._switches.restore()
             raise
         self.moments = Moments(self, self._state, self._present)
-        self.on_continued(self._present.recovery.on_continued)
+        self.on_continued(self._present.on_continued)
 
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective: every worker calls, with its part of the same batch).
@@ -227,8 +226,8 @@ class Trainer:
         """Sum `metric` over a data set, each sample counted once (collective).
 
         Sums are kept per shard and added in shard order, so the result has the same bits on any number of workers.
-        The model is in evaluation mode meanwhile. Every slice starts from the buffers that the model has now, and what
-        a forward writes to them is put back.
+        The model is in evaluation mode meanwhile. Every slice starts from the buffers that the model, and the networks
+        that the loss or the metric uses, have now, and what a forward writes to them is put back.
 
         Args:
             loader: The data; its batches are pairs (input, target) if the metric is of torchmetrics.
@@ -305,7 +304,10 @@ class Trainer:
         return self._state.global_step
 
     def digest(self) -> str:
-        """Return the SHA-256 of parameters and buffers, 64 hex digits; the same on every worker (local)."""
+        """Return the SHA-256 of parameters and buffers, 64 hex digits; the same on every worker (local).
+
+        Those of networks that the loss uses beside the model, such as a teacher, are among them.
+        """
         return self._state.digest()
 
     def fingerprint(self) -> Fingerprint:
@@ -313,7 +315,7 @@ class Trainer:
         return self._state.fingerprint()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the run needs to resume, on any number of workers (local).
+        """Return all that the run needs to resume, on any number of workers (local), and networks that the loss uses.
 
         `save` writes it into a file. To resume, load it into a trainer that was made in the same way, and begin at its
         cursor, as with `load`.
@@ -338,6 +340,14 @@ class Trainer:
         if self._present.world.rank == 0:  # one warning is enough
             warn_of_other_conditions(state.get("fingerprint"), self.fingerprint())
 
+    def load_networks(self, state: Mapping[str, Any]) -> None:
+        """Take back, of what `state_dict` returned, the networks that the loss uses beside the model (local).
+
+        For an evaluation of saved weights, which continues no run.
+        """
+        self._state.networks.check(state)
+        self._state.networks.load(state)
+
     def save(
         self,
         path: str | Path,
@@ -349,7 +359,7 @@ class Trainer:
         """Write all that the run needs to resume into one file, and return its path (collective: every worker calls).
 
         Rank 0 writes; when this returns the file is complete and on the disk. It has the format that `lockstep train`
-        writes, docs/checkpoint-format.md.
+        writes, docs/checkpoint-format.md. Networks that the loss uses beside the model are in it.
 
         Args:
             path: The file; an existing directory for one in it that is named by the step, `step-00000240.ckpt`.
@@ -420,7 +430,7 @@ class Trainer:
     @property
     def can_continue(self) -> bool:
         """Whether this trainer continues without workers that are lost."""
-        return self._present.recovery.member is not None
+        return self._present.member is not None
 
     def repeatable(self, call: Callable[[World], Result]) -> Result:
         """Make collective calls of your own, which continue without a lost worker as `evaluate` does (collective).
@@ -439,7 +449,7 @@ class Trainer:
         It is called with what has happened and the present workers, in the call that continues. It may make no
         collective calls.
         """
-        self._present.recovery.on_continued = self.moments.with_callbacks(listener)
+        self._present.on_continued = self.moments.with_callbacks(listener)
 
     def on_new_world(self, callback: Callable[[World], object]) -> None:
         """Call `callback(world)` now, and again whenever the workers are others (collective).
@@ -453,7 +463,7 @@ class Trainer:
 
         The callback may make collective calls.
         """
-        self._present.recovery.on_new_world(callback, lambda: self.world)
+        self._present.on_new_world(callback)
 
     def join(self, loop: Stateful | None = None, *, before_leaving: Callable[[], object] | None = None) -> bool:
         """Join the others, if this worker was started when they were training already (collective for new workers).
@@ -478,7 +488,7 @@ class Trainer:
             CheckpointError: This worker has another model or optimizer than the others.
             SystemExit: It is not needed: the run has ended.
         """
-        is_new = self._present.recovery.join(loop, before_leaving)
+        is_new = self._present.join(loop, before_leaving)
         if is_new:
             self.moments.start(is_new_worker=True)
         return is_new

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -78,12 +79,16 @@ def load_parts(
         **({"data": data, "data_args": {}} if ":" in data else {}),
     }
     parts = build_parts(config.model_copy(update=changed), device)
-    load_weights_of(checkpoint, parts.trainer.model, weights)
+    state = load_weights_of(checkpoint, parts.trainer.model, weights)
+    parts.trainer.load_networks(state)
     return parts
 
 
-def load_weights_of(checkpoint: Path, model: nn.Module, weights: str | None = None) -> None:
-    """Load weights of a checkpoint into a model: its own, or the average "ema" or "swa" (local: every worker calls)."""
+def load_weights_of(checkpoint: Path, model: nn.Module, weights: str | None = None) -> dict[str, Any]:
+    """Load weights of a checkpoint into a model: its own, or the average "ema" or "swa"; return the whole state.
+
+    Local: every worker calls.
+    """
     state = unpack_state(load_checkpoint(checkpoint))
     averages = {
         name.lower(): found["tensors"]
@@ -105,6 +110,7 @@ def load_weights_of(checkpoint: Path, model: nn.Module, weights: str | None = No
         ) from error
     if weights is not None:
         put_weights(model, averages[weights.lower()])
+    return state
 
 
 def _find_loader(parts: RunParts, config: Config, data: str) -> ShardedLoader:

@@ -16,8 +16,8 @@ from lockstep.comm.generations import current_generations
 from lockstep.data import Cursor
 from lockstep.devices.transfer import is_asynchronous
 from lockstep.engine.batches import gather_results
-from lockstep.engine.continued import Continued
 from lockstep.engine.fingerprint import Fingerprint
+from lockstep.engine.present import Continued
 from lockstep.engine.state_file import Scheduler
 from lockstep.engine.state_parts import Stateful
 from lockstep.engine.step_result import StepResult

@@ -1,6 +1,6 @@
 from lockstep.comm.generations import LostWorker
 from lockstep.data import Cursor
-from lockstep.engine.continued import Continued
+from lockstep.engine.present import Continued
 
 
 def continued(*, world_size: int, repeats_step: bool) -> Continued:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.checkpoint import read_manifest, verify_checkpoint
+from lockstep.checkpoint import load_checkpoint, read_manifest, verify_checkpoint
 from lockstep.comm import World
 from lockstep.engine import run_state
 from lockstep.engine.member import receive_state, send_state
+from lockstep.engine.state_file import unpack_state
 from lockstep.engine.state_parts import StatePart, StateParts
 from lockstep.errors import CheckpointError, ParameterMismatchError
 
@@ -134,6 +135,10 @@ def test_a_resumed_run_has_them(workers: int, undisturbed: str, tmp_path: Path) 
         return run.train().bits()
 
     assert set(run_ranks(workers, resume)) == {undisturbed}
+    fresh, checkpoint = Distilling(None), load_checkpoint(path)
+    fresh.model.load_state_dict(checkpoint.model)
+    fresh.trainer.load_networks(unpack_state(checkpoint))  # as an evaluation does
+    assert fresh.trainer.digest() == checkpoint.manifest.digest
 
 
 def test_a_state_that_lacks_one_is_warned_of_and_one_that_has_more_is_refused(tmp_path: Path) -> None:
@@ -156,10 +161,10 @@ def hand_over(world: World, make: Callable[[World | None], Any], train: Callable
     run = make(None)
     if world.rank == 0:
         train(run)
-        send_state(world, {0: run.trainer._present.recovery.state_for_new_worker()}, [1])
+        send_state(world, {0: run.trainer._present.state_for_new_worker()}, [1])
     else:
         torch.manual_seed(99)
-        run.trainer._present.recovery.take_state(receive_state(world, 0)[0])
+        run.trainer._present.take_state(receive_state(world, 0)[0])
     return run
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.comm import World
-from lockstep.engine import recovery
+from lockstep.engine import present
 from lockstep.engine.member import Member
 from lockstep.engine.step_table import StepTable
 from lockstep.engine.step_values import StepValues
@@ -105,7 +105,7 @@ def run_with_a_loss(
 
     def on_rank(world: World) -> Any:
         of_rank[world.rank] = generations = script.generations(world)
-        monkeypatch.setattr(recovery, "current_generations", lambda: of_rank[rank_of_thread()])
+        monkeypatch.setattr(present, "current_generations", lambda: of_rank[rank_of_thread()])
         try:
             return program(world, generations)
         except Lost:
@@ -327,7 +327,7 @@ def test_workers_join_and_leave_before_a_step_of_any_epoch_of_the_first_trainer_
     alone = World(rank=0, world_size=1, group=None)
     generations = ScriptedGenerations(alone, threading.Event(), LOST)
     generations.planned_number = 7
-    monkeypatch.setattr(recovery, "current_generations", lambda: generations)
+    monkeypatch.setattr(present, "current_generations", lambda: generations)
     begun: list[tuple[int, bool, int]] = []
     number_of_steps = [0]
     second, first = Scripted(None), Scripted(None)

@@ -1,0 +1,310 @@
+"""The engine of the present workers, and what lets the calls of a trainer continue with others.
+
+The engine is made anew when the workers are others, while the state of the run stays. `lockstep.engine.member` says how
+workers find each other and agree on which calls are complete.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, final
+
+from torch import nn
+
+from lockstep.comm import World, current_world
+from lockstep.comm.generations import ChangedWorker, Generations, LostWorker, NextGeneration, current_generations
+from lockstep.data import Cursor, ShardedBatch
+from lockstep.engine.arguments import TrainerArguments, check_arguments
+from lockstep.engine.member import Member
+from lockstep.engine.run_state import RunState
+from lockstep.engine.state_parts import Stateful
+from lockstep.engine.step_engine import StepEngine
+from lockstep.engine.step_phase import StepPhase
+from lockstep.engine.step_result import StepResult
+from lockstep.engine.step_table import StepAgreement
+from lockstep.errors import GroupError, counted
+from lockstep.reduce.model import Description
+from lockstep.shards import even_ranges
+
+Result = TypeVar("Result")
+
+_LOGGER = logging.getLogger("lockstep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continued:
+    """How a trainer continues with other workers."""
+
+    generation: int
+    """Number of the present generation of workers; the first is 0."""
+    lost: tuple[LostWorker, ...]
+    arrived: tuple[ChangedWorker, ...] = ()
+    left: tuple[ChangedWorker, ...] = ()
+    """Who has left, as it was asked to."""
+    world_size: int
+    shards: tuple[range, ...]
+    """Which shards each of them runs, in rank order."""
+    cursor: Cursor
+    """The next step."""
+    repeats_step: bool
+    """Whether the step at `cursor` had begun; else it was an evaluation, a save or another call."""
+    seconds: float
+    """From the error of the call to the moment at which it could be made again."""
+
+    def __str__(self) -> str:
+        changes = [f"rank {each.rank} (pid {each.pid}) {each.reason}" for each in self.lost]
+        changes += [f"rank {each.rank} (pid {each.pid}) left" for each in self.left]
+        changes += [f"rank {each.rank} (pid {each.pid}) joined" for each in self.arrived]
+        lost = "; ".join(changes) or "The workers are others"
+        count = f"{counted(self.world_size, 'worker')} continue{'s' if self.world_size == 1 else ''}"
+        place = f"epoch {self.cursor.epoch + 1}, step {self.cursor.step + 1}"
+        how = f"with {place}, which is repeated" if self.repeats_step else f"before {place}"
+        who = ", ".join(f"rank {rank}: {_name_range(shards)}" for rank, shards in enumerate(self.shards))
+        return (
+            f"{lost[0].upper()}{lost[1:]}. {count} {how}, after {self.seconds:.2f} s. Shards: {who}. No sample is "
+            "lost, and no bit of the result changes. (LS604)"
+        )
+
+
+@final
+class PresentEngine:
+    """Makes the collective calls of a trainer, with the workers that there are.
+
+    Constructing is collective, as that of a `StepEngine`. `on_step` is called with each result, as a part of the step.
+    `member` is None where the loss of a worker is an error of the call.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        arguments: TrainerArguments,
+        world: World,
+        descriptions: Sequence[Description],
+    ) -> None:
+        self._state = state
+        self._arguments = arguments
+        continues = arguments.on_worker_loss == "continue" and world == current_world()
+        generations = current_generations() if continues else None
+        state.waits_for_device = generations is not None
+        # A callback that looks at a step must not look at one that is undone when its loss is read.
+        state.may_be_unread = not state.callbacks.of("on_step")
+        self.on_step: Callable[[StepResult], None] | None = None
+        self.on_continued: Callable[[Continued, World], None] = _log
+        self._is_in_callback = False
+        self._is_in_step = False
+        self._has_moved = False
+        self._trained = _trained_parameters(state.model)
+        self.engine = self._make_engine(world, descriptions)
+        self.member = None if generations is None else _member_of(generations)
+        if self.member is not None:
+            self.member.add(self)
+            self.member.generations.report_ready(max_workers=state.num_shards, min_workers=int(arguments.min_workers))
+
+    @property
+    def world(self) -> World:
+        return self.engine.world
+
+    # -- Calls ---------------------------------------------------------------------------------------------------------
+
+    def step(self, batch: ShardedBatch) -> StepResult:
+        """Take a step (collective); `Trainer.step` says what it raises."""
+        self._check_not_in_callback()
+        member = self.member
+        if member is None:
+            return self._step(batch)
+        # Not after the step before: what the loop does between two steps, new workers do not do.
+        agreement = self.engine.agreement
+        planned = 0 if agreement is None else max(status.planned for status in agreement.sums.statuses)
+        member.begin_step(planned, self.world)
+        self._is_in_step = True
+        try:
+            return member.call(self, partial(self._step, batch), lambda: self.engine.agreement)
+        finally:
+            self._is_in_step = False
+
+    def _step(self, batch: ShardedBatch) -> StepResult:
+        # The engine refuses what is no batch, on every worker.
+        if isinstance(batch, ShardedBatch) and self._has_moved and batch.world != self.world:
+            batch = batch.for_present_workers()
+        self.engine.planned = self._planned_number()
+        result = self.engine.step(batch)
+        if self.on_step is not None:
+            self._is_in_callback = True
+            try:
+                self.on_step(result)
+            finally:
+                self._is_in_callback = False
+        return result
+
+    def _planned_number(self) -> int:
+        """Return the number of the generation that is planned after the next step; 0 for none.
+
+        Of several trainers in a loop the first to step decides: a new worker begins with it.
+        """
+        return self.member.generations.planned_number if self.member is not None and self.member.leads(self) else 0
+
+    def repeatable(self, call: Callable[[World], Result]) -> Result:
+        """Make a call that changes no state, or that may be made again (collective)."""
+        self._check_not_in_callback()
+        return self._repeat(call, _no_agreement)
+
+    def _repeat(self, call: Callable[[World], Result], finish: Callable[[], None]) -> Result:
+        member = self.member
+        if member is None:
+            result = call(self.world)
+            finish()
+            return result
+        return member.call(self, lambda: member.confirmed(lambda: call(self.world), lambda: self.world), finish)
+
+    def on_new_world(self, callback: Callable[[World], object]) -> None:
+        """Call `callback` with the present workers, and again whenever there are others (collective)."""
+
+        def add() -> None:  # before the call ends: then there may be other workers at once
+            if self.member is not None:
+                self.member.on_new_world(callback)
+
+        self._repeat(callback, add)
+
+    def join(self, loop: Stateful | None, before_leaving: Callable[[], object] | None) -> bool:
+        """Join the others if this worker is new (collective); return whether it is. See `Trainer.join`."""
+        self._state.worker.loop = loop
+        if self.member is None:
+            return False
+        if before_leaving is not None:
+            self.member.before_leaving = before_leaving
+        if not self.member.generations.is_joiner:
+            return False
+        self.member.join()
+        return True
+
+    def _ask_others(self, error: GroupError) -> StepAgreement:
+        """Return what a step has exchanged, if that failed here and another worker has it; else raise (collective)."""
+        if self.member is None:
+            raise error
+        agreement = self.member.ask_others(error).agreement
+        if agreement is None:
+            raise error
+        return agreement
+
+    # -- Engines -------------------------------------------------------------------------------------------------------
+
+    def has_other_parameters(self) -> bool:
+        """Whether parameters were frozen or unfrozen since the engine was made (local)."""
+        return self._trained != _trained_parameters(self._state.model)
+
+    def remake(self) -> None:
+        """Make the engine anew, for parameters that were frozen or unfrozen (collective)."""
+        self._state.check_last_step()
+
+        def make(world: World) -> None:
+            self.engine.close()
+            self._replace_engine(world, check_arguments(self._arguments, world))
+
+        self.repeatable(make)
+
+    def remake_alone(self) -> None:
+        """Make the engine anew, if parameters were frozen or unfrozen, as the others have done before (local)."""
+        if self.has_other_parameters():
+            self._replace_engine(self.world, None)
+
+    def move_to(self, world: World) -> None:
+        """Continue with other workers (collective for these); `Trainer.move_to` says what it raises."""
+        self._check_not_in_callback()
+        state = self._state
+        state.check_last_step()
+        self.engine.close()
+        progress = {"place in the data": str(state.cursor), "steps taken": str(state.global_step)}
+        self._replace_engine(world, check_arguments(self._arguments, world, progress))
+        if world != current_world():  # not those of the run: the loss of one is an error
+            self.member = None
+
+    def _make_engine(self, world: World, descriptions: Sequence[Description] | None) -> StepEngine:
+        engine = StepEngine(self._state, self._arguments, world, descriptions)
+        present = weakref.ref(self)  # which holds the engine: a cycle would keep its group open for long
+
+        def ask_others(error: GroupError) -> StepAgreement:
+            found = present()
+            if found is None:
+                raise error
+            return found._ask_others(error)  # noqa: SLF001 - of this class
+
+        engine.ask_others = ask_others
+        return engine
+
+    def _replace_engine(self, world: World, descriptions: Sequence[Description] | None) -> None:
+        before = self.engine
+        before.close()
+        self.engine = self._make_engine(world, descriptions)
+        self.engine.stop_requested, self.engine.agreement = before.stop_requested, before.agreement
+        self._trained = _trained_parameters(self._state.model)
+
+    def _check_not_in_callback(self) -> None:
+        if self._is_in_callback:
+            raise ValueError(
+                "A callback has made a collective call of the trainer (step, evaluate, save, load or the like) in "
+                "on_step, which is a part of a step. Make it in on_epoch, or in the loop after trainer.step. (LS525)"
+            )
+
+    # -- Called by `Member` --------------------------------------------------------------------------------------------
+
+    def adopt(self, world: World, *, is_repeated: bool) -> None:
+        """Continue with these workers, which are where this one is (local)."""
+        if self.member is None:
+            return
+        if is_repeated:
+            self._state.forget_failed_step()
+        if self.engine.phase is StepPhase.CLOSED:
+            self.engine.world = world  # for what still works
+        else:
+            self._replace_engine(world, None)
+        self._has_moved = True
+
+    def state_for_new_worker(self) -> dict[str, Any]:
+        """Return all that a new worker needs (local): the live tensors, and the generators as they are now."""
+        return self._state.parts.save_for_worker()
+
+    def take_state(self, found: dict[str, Any]) -> None:
+        """Take what `state_for_new_worker` has returned on another worker (local)."""
+        self._state.load_for_worker(found)
+
+    def report_change(self, joined: NextGeneration, world: World, seconds: float, *, is_repeated: bool) -> None:
+        self.on_continued(
+            Continued(
+                generation=joined.number,
+                lost=joined.lost,
+                arrived=joined.arrived,
+                left=joined.leaving,
+                world_size=world.world_size,
+                shards=even_ranges(world.world_size, self._state.num_shards),
+                cursor=self._state.cursor,
+                repeats_step=is_repeated and self._is_in_step,
+                seconds=seconds,
+            ),
+            world,
+        )
+
+
+def _member_of(generations: Generations) -> Member:
+    if not isinstance(generations.member, Member):
+        generations.member = member = Member(generations)
+        generations.help_others = member.help_others
+    return generations.member
+
+
+def _no_agreement() -> None:
+    """Return nothing: the call is no step."""
+
+
+def _log(continued: Continued, world: World) -> None:
+    if world.rank == 0:
+        _LOGGER.warning("%s", continued)
+
+
+def _trained_parameters(model: nn.Module) -> list[bool]:
+    return [parameter.requires_grad for parameter in model.parameters()]
+
+
+def _name_range(shards: Sequence[int]) -> str:
+    return f"{shards[0]}" if len(shards) == 1 else f"{shards[0]} to {shards[-1]}"
