@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 # Otherwise every process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test suite check lint style types unit bench-ddp bench-comm bench-bits bench-checkpoints bench-elastic torture bench-recorder bench-trainer docs browser matrix clean
+.PHONY: train test suite check lint style types unit bench-ddp bench-comm bench-bits bench-checkpoints bench-elastic torture bench-recorder bench-streams bench-trainer docs browser matrix clean
 
 train: $(STAMP)
 	$(VENV)/bin/lockstep train $(CONFIG)
@@ -56,6 +56,9 @@ bench-checkpoints: $(STAMP)
 
 bench-recorder: $(STAMP)
 	$(VENV)/bin/python benchmarks/recorder.py
+
+bench-streams: $(STAMP)
+	$(VENV)/bin/python benchmarks/streams.py
 
 # About an hour; needs root for the second user. `python -m torture --help` has the parts.
 torture: $(STAMP)
