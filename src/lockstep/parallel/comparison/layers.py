@@ -86,7 +86,7 @@ def warn_of_unlike_buffers(model: TrainedModel, world: World) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _DifferingBuffer:
+class _UnlikePart:
     name: str
     rank: int
     here: str
@@ -94,7 +94,7 @@ class _DifferingBuffer:
     there: str
 
 
-def _find_first_difference(own: Mapping[str, str], world: World) -> _DifferingBuffer | None:
+def _find_first_difference(own: Mapping[str, str], world: World) -> _UnlikePart | None:
     """Return what is not the same on all ranks, by name (collective)."""
     if len(set(world.gather_objects(zlib.crc32(repr(own).encode())))) == 1:
         return None
@@ -103,7 +103,7 @@ def _find_first_difference(own: Mapping[str, str], world: World) -> _DifferingBu
         for name in chain(expected, found):
             here, there = found.get(name, "not there"), expected.get(name, "not there")
             if here != there:
-                return _DifferingBuffer(name=name, rank=rank, here=here, there=there)
+                return _UnlikePart(name=name, rank=rank, here=here, there=there)
     return None
 
 
