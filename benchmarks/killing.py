@@ -97,8 +97,8 @@ def arm():
     before(os, "fsync", "fsync")
     before(os, "replace", "rename")
     exchange = StepTable.exchange
-    def exchanged(self):
-        result = exchange(self)
+    def exchanged(self, numbers):
+        result = exchange(self, numbers)
         reach("agreed")
         return result
     StepTable.exchange = exchanged

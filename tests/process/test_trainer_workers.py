@@ -14,9 +14,9 @@ from tests.process.training_cases import (
     NUM_EPOCHS,
     NUM_SHARDS,
     Case,
-    SlowOnRank0,
     image_net,
     images,
+    make_rank_0_slow,
     mean_loss,
 )
 from torch import Tensor, nn
@@ -253,7 +253,7 @@ def evaluate_in_the_midst_of_balancing() -> tuple[float, int]:
     model = image_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = ls.Trainer(model, optimizer, loss=mean_loss, num_shards=4, balance="speed")
-    trainer.engine.stopwatch = SlowOnRank0(trainer.world.rank)
+    make_rank_0_slow(trainer)
     loader = ls.ShardedLoader(images(), batch_size=4, num_shards=4)
     splits = []
     for batch in loader.epoch(0):

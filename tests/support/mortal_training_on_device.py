@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.comm.shm.group import ShmProcessGroup
-from lockstep.engine.step_table import StepSums, StepTable
+from lockstep.engine.step_table import StepTable
 
 
 def show_devices_to_groups(device: FakeDevice | None) -> None:
@@ -76,10 +77,10 @@ def train(run: ls.Run, backend: str, kills: dict[str, int], joins: Path | None =
 
     exchange = StepTable.exchange
 
-    def exchange_when_all_is_here(table: StepTable) -> StepSums:
+    def exchange_when_all_is_here(table: StepTable, numbers: list[float]) -> Sequence[float]:
         stream = torch.accelerator.current_stream()
         assert stream.query(), "the host runs ahead of the device when it exchanges the step table"
-        return exchange(table)
+        return exchange(table, numbers)
 
     StepTable.exchange = exchange_when_all_is_here  # type: ignore[method-assign,assignment]  # the process ends with the run
     torch.manual_seed(0)

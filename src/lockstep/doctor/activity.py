@@ -30,7 +30,7 @@ PHASE_NAMES: Final = {
     6: "updates the model",
     7: "has closed its trainer",
 }
-"""The phases of `lockstep.engine.step_phase`, by their numbers."""
+"""The phases of `lockstep.engine.step_engine`, by their numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

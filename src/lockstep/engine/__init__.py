@@ -17,8 +17,7 @@ from lockstep.engine.evaluation import Mean, Metric, accuracy
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import Loss
 from lockstep.engine.state_file import LoadedState
-from lockstep.engine.step_engine import StepEngine
-from lockstep.engine.step_phase import StepPhase
+from lockstep.engine.step_engine import StepEngine, StepPhase
 from lockstep.engine.step_place import StepPlace
 from lockstep.engine.step_result import StepResult
 from lockstep.engine.trainer import Trainer

@@ -1,4 +1,4 @@
-"""Moving shards from slow workers to fast ones.
+"""Moving shards from slow workers to fast ones, by how long each takes for a shard, its waits for others left out.
 
 [Note: the same decision on all workers] Every worker measures itself. The measurements of all workers are in the step
 table, and each worker computes the same decision from the same numbers, so the decision itself is not sent. It takes
@@ -8,11 +8,15 @@ between the exchange of the table and the decision.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import final
 
+import torch
+
 from lockstep.data import Cursor, ShardedBatch
+from lockstep.recording import WorkerRecorder
 from lockstep.shards.assignment import balance_ranges
 
 _NUM_STEPS = 5
@@ -44,3 +48,71 @@ class Balancer:
         if ranges != batch.ranges:
             batch.assignment.change(ranges, after=batch.cursor, last_requested=last_requested)
             self._measured.clear()
+
+
+@dataclass(slots=True)
+class _Lap:
+    began: torch.Event
+    """When the first shard began."""
+    ended: torch.Event | None = None
+    """When the last measured one ended."""
+    num_shards: int = 0
+    """How many shards lie between."""
+
+
+@final
+class Stopwatch:
+    """Measures the shards of each step, by their events in the recording. [Note: one clock].
+
+    On an asynchronous `device` by events on its stream: those of a step are reported in the next one, for to wait for
+    them would leave the device without work.
+    """
+
+    def __init__(
+        self, recorder: WorkerRecorder, last_gradient_ns: Callable[[], int], device: torch.device | None = None
+    ) -> None:
+        self._recorder = recorder
+        self._last_gradient_ns = last_gradient_ns
+        self._device = device
+        self._events: list[int] = []
+        self._lap: _Lap | None = None
+        self._last: _Lap | None = None
+
+    def start(self) -> None:
+        """Begin with a step."""
+        self._events = []
+        if self._device is not None:
+            self._last, self._lap = self._lap, _Lap(self._record(self._device))
+
+    def begin_shard(self, event: int) -> None:
+        """Note that a shard begins, of which this is the event in the recording."""
+        self._events.append(event)
+
+    def end_shard(self, number: int) -> None:
+        """Note that so many shards are done; not called for the last one, which waits for others."""
+        if self._lap is not None and self._device is not None:
+            self._lap.num_shards, self._lap.ended = number, self._record(self._device)
+
+    def last_gradient(self) -> None:
+        """Note that the last shard's gradients are computed; on a device it counts where there is no other."""
+        if self._lap is not None and not self._lap.num_shards:
+            self.end_shard(1)
+
+    def seconds_per_shard(self) -> float:
+        """Return the mean time of the shards before the last one, or that of the only one; 0 if it is not known."""
+        if self._device is not None:
+            lap = self._last
+            if lap is None or lap.ended is None or not lap.ended.query():
+                return 0.0
+            return lap.began.elapsed_time(lap.ended) / 1000 / lap.num_shards
+        found = [moments for each in self._events if (moments := self._recorder.moments(each))[0]]
+        if len(found) == 1 and len(self._events) == 1:
+            return max(self._last_gradient_ns() - found[0][0], 0) / 1e9
+        if len(found) < 2:  # noqa: PLR2004 - the last one's end is after the wait for others
+            return 0.0
+        return max(found[-2][1] - found[0][0], 0) / 1e9 / (len(found) - 1)
+
+    def _record(self, device: torch.device) -> torch.Event:
+        event = torch.Event(device, enable_timing=True)
+        event.record()
+        return event

@@ -4,15 +4,14 @@
 of one rank. Which one must not depend on the number of workers, so it is shard 0: every shard starts from the buffers
 that the step began with, and what shard 0 makes of them is kept. Rank 0 runs shard 0, as its first one.
 
-    begin            copy the buffers                          so that a step that fails can put them back
+    `begin`          copy the buffers                          so that a step that fails can put them back
     after each shard put the copy back before the next one;    after shard 0, copy its buffers first
     `start_sending`  rank 0 sends shard 0's buffers beside the last message of the reduction; not yet in the model
     `commit`         write shard 0's buffers, when every worker has them
     `undo`           put the copy back
 
 [Note: buffers of another layout] The message beside the reduction has the shapes with which the step began. Where rank
-0's buffers have others, it says so in the step table, and all ranks exchange the new buffers before they continue
-(`exchange_new_layout`).
+0's buffers have others, it says so in the step table, and sends the new buffers in the second exchange.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm import TensorLayout, World, broadcast_tensors, calls_for
+from lockstep.comm import TensorLayout, World, calls_for
 from lockstep.devices.transfer import is_asynchronous
-from lockstep.engine.batches import gather_results
 from lockstep.engine.buffer_snapshot import (
     BufferParts,
     BufferSnapshot,
@@ -39,12 +37,13 @@ from lockstep.engine.buffer_snapshot import (
     without_repeats,
 )
 from lockstep.engine.flat_memory import FlatMemory
+from lockstep.engine.step_table import Column, CurrentStep, Rows, StepPart
 
 _PURPOSE = "sending shard 0's buffers"
 
 
 @final
-class ShardZeroBuffers:
+class ShardZeroBuffers(StepPart):
     """Lets every shard of a worker start from the step's buffers, and keeps those of shard 0."""
 
     def __init__(self, model: nn.Module, world: World, device: torch.device) -> None:
@@ -63,21 +62,40 @@ class ShardZeroBuffers:
         self._has_copy_of_shard_0 = False
         self._send_error: Exception | None = None
         self._new: list[dict[str, Tensor | None]] | None = None
+        self._new_layout = Column(bool, lambda _: world.rank == 0 and self.has_new_layout())
+        self.columns = (self._new_layout,)
 
-    def begin(self) -> None:
+    def begin(self, _step: CurrentStep) -> None:
+        self.record()
+
+    def check(self, step: CurrentStep, rows: Rows) -> None:
+        step.has_new_layout = rows[self._new_layout][0]
+        if step.has_new_layout and self._is_sent:
+            step.ask(_PURPOSE, self._send_new, self._take_new)
+
+    def commit(self, step: CurrentStep) -> None:
+        """Let the model's buffers be those of shard 0, or what they were before where the step is bad (local)."""
+        assert step.decision is not None
+        if step.decision.is_skipped:
+            self.put_back()
+        else:
+            self._commit(step.decision.is_bad)
+
+    def undo(self, _step: CurrentStep) -> None:
+        self.put_back()
+
+    def record(self) -> None:
+        """Record the buffers with which a step begins (local)."""
         self._is_recorded = self._has_several = self._has_copy_of_shard_0 = False
         self._send_error = self._new = None
         self._before.record()
         self._is_recorded = True
 
-    def expect(self, num_shards: int) -> None:
-        """Expect so many shards of this worker; with one, its buffers need not be put back after it (local)."""
-        self._has_several = num_shards > 1
-
     def end_shard(self, shard: int, *, is_last: bool) -> None:
         """Put back what the shard's forward changed (local); call it after each backward, which may still read it."""
+        self._has_several |= not is_last
         if not self._has_several:
-            return
+            return  # the buffers are those of the only shard
         if shard == 0:
             self._shard_0.record()
             self._has_copy_of_shard_0 = True
@@ -132,39 +150,24 @@ class ShardZeroBuffers:
 
         return wait
 
-    def exchange_new_layout(self) -> None:
-        """Send rank 0's buffers to all where they have other shapes than the step began with (collective).
-
-        When it returns, every rank has them. They are written by `commit`.
-        """
-        if not self._is_sent:
-            return
-        assert self._world.group is not None
+    def _send_new(self) -> tuple[BufferSpecs, list[Tensor]] | None:
+        """Return rank 0's buffers, which have other shapes than the step began with."""
+        if self._world.rank != 0:
+            return None
         source = self._shard_0.names if self._has_copy_of_shard_0 else self._parts
-        with calls_for(_PURPOSE):
-            specs: BufferSpecs = self._world.gather_objects(
-                describe_buffers(source) if self._world.rank == 0 else None
-            )[0]
-        found: list[dict[str, Tensor | None]] = []
+        return describe_buffers(source), [each.cpu() for each in self._values_of_shard_0()]
 
-        def allocate() -> None:
-            found.extend(_allocate(specs, self._device))
-            if self._world.rank == 0:
-                copy_each(list(map(without_repeats, unique_buffers(found))), self._values_of_shard_0())
-
-        gather_results(self._world, allocate, _PURPOSE)
-        if unique := unique_buffers(found):
-            broadcast_tensors(zip(name_buffers(found), map(without_repeats, unique), strict=True), self._world.group)
-        self._new = found  # this rank may have to finish the step when the next call has failed on it alone
-        with calls_for(_PURPOSE):
-            self._world.gather_objects(None)  # a rank that returns from this knows that all ranks have received them
+    def _take_new(self, found: list[tuple[BufferSpecs, list[Tensor]] | None]) -> None:
+        """Keep rank 0's buffers, which `commit` writes."""
+        assert found[0] is not None
+        specs, values = found[0]
+        self._new = _make_buffers(specs, values, self._device)
 
     def can_be_left_out(self) -> bool:
         """Whether `commit` can leave the buffers as they were, by a truth value on the device (local)."""
         return self._before.is_flat and set(self._before.memory.flat_by_device) <= {self._device}
 
-    def commit(self, is_bad: Tensor | None = None) -> None:
-        """Let the model's buffers be those of shard 0, or what they were before if `is_bad` on the device (local)."""
+    def _commit(self, is_bad: Tensor | None) -> None:
         self._is_recorded = False
         self._write()
         if is_bad is not None and self._before.live:
@@ -191,14 +194,15 @@ class ShardZeroBuffers:
             return self._shard_0.values
         return [without_repeats(buffer.detach()) for buffer in unique_buffers(self._parts)]
 
-    def undo(self) -> None:
+    def put_back(self) -> None:
+        """Put the recorded buffers back, if the step that has begun has not ended (local)."""
         self._send_error = None  # its traceback holds the step
         if self._is_recorded:  # else the record is that of an earlier step
             self._is_recorded = False
             self._before.put_back()
 
 
-def _allocate(specs: BufferSpecs, device: torch.device) -> list[dict[str, Tensor | None]]:
+def _make_buffers(specs: BufferSpecs, values: Sequence[Tensor], device: torch.device) -> list[dict[str, Tensor | None]]:
     made: dict[int, Tensor] = {}
 
     def make(spec: BufferSpec | None) -> Tensor | None:
@@ -206,7 +210,7 @@ def _allocate(specs: BufferSpecs, device: torch.device) -> list[dict[str, Tensor
             return None
         if spec.number not in made:
             place = torch.device("cpu") if spec.is_on_cpu else device
-            made[spec.number] = torch.empty(spec.memory_shape, dtype=spec.dtype, device=place).expand(spec.shape)
+            made[spec.number] = values[spec.number].to(place, copy=True).expand(spec.shape)
         return made[spec.number]
 
     return [{name: make(spec) for name, spec in part.items()} for part in specs]

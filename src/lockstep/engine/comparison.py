@@ -10,6 +10,7 @@ same on every worker.
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Protocol, final
 
@@ -20,15 +21,15 @@ from lockstep.comm import World
 from lockstep.data import ShardedBatch, ShardedLoader, Slice
 from lockstep.data.contents import slice_number
 from lockstep.engine.batches import gather_results, name_step
-from lockstep.engine.buffers import ShardZeroBuffers
 from lockstep.engine.networks import TRAINED_MODELS
 from lockstep.engine.own_generators import OwnGenerators
 from lockstep.engine.random_states import RandomStates
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import ShardRuns
 from lockstep.engine.side_effects import LeftState
+from lockstep.engine.step_table import Column, CurrentStep, Rows, StepPart
 from lockstep.errors import LossError, ParameterMismatchError
-from lockstep.reduce.model import describe_differences, describe_options
+from lockstep.reduce.model import Description, describe_differences, describe_options
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private.modules import byte_view, version_of
 
@@ -38,25 +39,46 @@ ShardHashes = dict[int, dict[str, str]]
 
 
 @final
-class WorkerComparison:
-    def __init__(self, state: RunState, world: World, buffers: ShardZeroBuffers) -> None:
-        self._buffers = buffers
-        self._state = state
-        self._optimizer = state.optimizer
-        self._world = world
-        self._is_alone = world.group is None or world.world_size == 1
+class WorkerComparison(StepPart):
+    """Compares the optimizer's options and, where something has written to them, the parameters."""
+
+    def __init__(self, runs: ShardRuns) -> None:
+        self._buffers = runs.buffers
+        self._state = runs.state
+        self._optimizer = runs.state.optimizer
+        self._is_alone = runs.world.world_size == 1
         self._num_writes = -1
         self._named: dict[str, Tensor] = {}
         self._num_trained = (0, 0)
         self._at_begin: list[tuple[Tensor, int]] = []
         self._begun: dict[str, Tensor] = {}
         self._number_at_begin: Tensor | int = 0
+        self._options = Column(float, lambda _: self.options_number())
+        self._values = Column(float, lambda _: self.values_number())
+        self.columns = self._options, self._values
 
-    def begin(self) -> None:
+    def begin(self, _step: CurrentStep) -> None:
         """Look at what the shards of the step may write (local)."""
         self._begun = {} if self._is_alone else self._state.parts.compared_at_begin()
         is_same = _have_versions(self._begun.values(), self._at_begin)
         self._number_at_begin = 0 if is_same else sum_of_bits(self._begun.values())
+
+    def check(self, step: CurrentStep, rows: Rows) -> None:
+        if len(set(rows[self._options])) > 1:
+            send = partial(describe_options, self._optimizer)
+            step.ask(_PURPOSE, send, partial(_compare_options, step.place), may_raise=True)
+        if len(set(rows[self._values])) > 1:
+            step.ask(_PURPOSE, self._number_each, partial(self._compare_each, step.place), may_raise=True)
+
+    def commit(self, _step: CurrentStep) -> None:
+        """Note that the parameters are equal on all workers, until something writes to them (local)."""
+        if not self._is_alone:
+            self._num_writes = self._count_writes()
+            self._at_begin = [(each, version_of(each)) for each in self._state.parts.compared_at_begin().values()]
+
+    def undo(self, _step: CurrentStep) -> None:
+        """Compare the parameters in the next step, whether or not something writes to them (local)."""
+        self._num_writes, self._at_begin = -1, []
 
     def options_number(self) -> int:
         """Return a number that is the same for the same options (local)."""
@@ -68,41 +90,15 @@ class WorkerComparison:
             return self._number_at_begin
         return sum_of_bits(self._compared().values()) ^ self._number_at_begin
 
-    def note_equal_values(self) -> None:
-        """Note after an update that the parameters are equal on all workers, until something writes to them (local)."""
-        if not self._is_alone:
-            self._num_writes = self._count_writes()
-            self._at_begin = [(each, version_of(each)) for each in self._state.parts.compared_at_begin().values()]
+    def _number_each(self) -> dict[str, int]:
+        begun = {name: self._buffers.at_begin(each) for name, each in self._begun.items()}
+        found = {**self._compared(), **begun}
+        return {name: int(sum_of_bits([each])) for name, each in found.items() if each.numel()}
 
-    def compare_values_next_step(self) -> None:
-        """Compare the parameters in the next step, whether or not something writes to them (local)."""
-        self._num_writes, self._at_begin = -1, []
-
-    def check_options(self, numbers: Sequence[float], place: str) -> None:
-        """Compare the workers' numbers of this step (collective where they differ, which all see)."""
-        if len(set(numbers)) == 1:
-            return
-        first, *others = gather_results(self._world, lambda: describe_options(self._optimizer), _PURPOSE)
-        for rank, options in enumerate(others, start=1):
-            if options != first:
-                raise ValueError(
-                    f"The optimizers of ranks {rank} and 0 differ at {place}: {describe_differences(options, first)}. "
-                    "Set options, and step a scheduler, alike on every rank. Nothing was changed by this step. (LS515)"
-                )
-
-    def check_values(self, numbers: Sequence[float], place: str) -> None:
-        """Compare the workers' numbers of this step (collective where they differ, which all see)."""
-        if len(set(numbers)) == 1:
-            return
-
-        def read() -> dict[str, int]:
-            begun = {name: self._buffers.at_begin(each) for name, each in self._begun.items()}
-            found = {**self._compared(), **begun}
-            return {name: int(sum_of_bits([each])) for name, each in found.items() if each.numel()}
-
-        first, *others = gather_results(self._world, read, _PURPOSE)
-        for rank, found in enumerate(others, start=1):
-            odd = next((name for name in first if found.get(name) != first[name]), None)
+    def _compare_each(self, place: str, found: list[dict[str, int]]) -> None:
+        first = found[0]
+        for rank, numbers in enumerate(found):
+            odd = next((name for name in first if numbers.get(name) != first[name]), None)
             if odd is not None:
                 what = "Buffer" if odd in self._begun else "Parameter"
                 raise ParameterMismatchError(
@@ -130,6 +126,15 @@ def _have_versions(tensors: Iterable[Tensor], expected: Sequence[tuple[Tensor, i
     )
 
 
+def _compare_options(place: str, found: list[Description]) -> None:
+    for rank, options in enumerate(found):
+        if options != found[0]:
+            raise ValueError(
+                f"The optimizers of ranks {rank} and 0 differ at {place}: {describe_differences(options, found[0])}. "
+                "Set options, and step a scheduler, alike on every rank. Nothing was changed by this step. (LS515)"
+            )
+
+
 class ShardComputer(Protocol):
     """What the check asks of an engine."""
 
@@ -153,8 +158,7 @@ def verify(
     before it, and on every worker. Then the step is taken. At the end everything is put back.
     """
     state.check_usable()
-    random = RandomStates()
-    random.own = OwnGenerators(state.model, state.plan.losses)
+    random = RandomStates(OwnGenerators(state.model, state.plan.losses))
     random.save()
     begin = state.cursor
     batches = zip(
@@ -214,30 +218,37 @@ def _find_difference(found: ShardHashes, expected: ShardHashes) -> str:
     return ""
 
 
-def number_shards(
-    state: RunState, runs: ShardRuns, buffers: ShardZeroBuffers, batch: ShardedBatch, order: Sequence[int]
-) -> dict[int, dict[str, str]]:
-    """Compute shards in an order, each from the buffers of the step's begin (local); gradients are left on the model.
+def number_shards(runs: ShardRuns, batch: ShardedBatch, order: Sequence[int]) -> ShardHashes:
+    """Compute shards in an order, each from the buffers of the step's begin, and change nothing (local).
 
-    Returns for each shard a hash of each loss and gradient, by name. `batch` has the slices of all these shards.
+    `batch` has the slices of all these shards.
     """
     slices = {part.shard: part for part in batch.slices}
-    found: dict[int, dict[str, str]] = {}
-    for shard in order:
-        with buffers.of_step_begin():
-            found[shard] = _number_shard(state, runs, batch, slices[shard])
-    return found
+    runs.random.save()
+    runs.buffers.record()
+    try:
+        with runs.hooks.taken_off():
+            found: ShardHashes = {}
+            for shard in order:
+                with runs.buffers.of_step_begin():
+                    found[shard] = _number_shard(runs, batch, slices[shard])
+            return found
+    finally:
+        runs.buffers.put_back()
+        runs.random.restore()
+        runs.state.model.zero_grad(set_to_none=True)
 
 
-def _number_shard(state: RunState, runs: ShardRuns, batch: ShardedBatch, part: Slice) -> dict[str, str]:
+def _number_shard(runs: ShardRuns, batch: ShardedBatch, part: Slice) -> dict[str, str]:
     numbers: dict[str, str] = {}
-    for update in state.plan.updates(state.global_step):
+    model = runs.state.model
+    for update in runs.state.plan.updates(runs.state.global_step):
         prefix = f"{update.name}: " if update.name else ""
-        state.model.zero_grad(set_to_none=True)
-        runs.begin(update)
+        model.zero_grad(set_to_none=True)
+        runs.choose(update)
         loss = runs.compute(batch, part)
         numbers[f"{prefix}the loss"] = _hash_bits(loss)
-        for name, each in state.model.named_parameters():
+        for name, each in model.named_parameters():
             if each.grad is not None:
                 numbers[f"{prefix}the gradient of {name}"] = _hash_bits(each.grad)
     return numbers

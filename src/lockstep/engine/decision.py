@@ -11,86 +11,68 @@ the row first.
 
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.data import ShardedBatch
-from lockstep.engine.arguments import TrainerArguments
 from lockstep.engine.batches import name_step
-from lockstep.engine.buffers import ShardZeroBuffers
 from lockstep.engine.device_row import DeviceRow, RowValues
-from lockstep.engine.gradients import explain_late_nonfinite, explain_nonfinite, require_gradients
-from lockstep.engine.parameter_hooks import ParameterHooks
-from lockstep.engine.run_state import RunState
-from lockstep.engine.step_checks import find_bad_loss
+from lockstep.engine.gradients import explain_late_nonfinite, explain_nonfinite
+from lockstep.engine.shard_runs import ShardRuns
 from lockstep.engine.step_result import StepOutcome
-from lockstep.engine.step_table import StepSums
+from lockstep.engine.step_table import CurrentStep, Decision, WeightedLosses
+from lockstep.engine.step_values import find_bad_loss
 from lockstep.engine.update import Update
 from lockstep.errors import LossError
 from lockstep.processes.user_line import stacklevel_of_user
-from lockstep.torch_private.modules import foreach_div_
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What all workers have decided to commit."""
-
-    norm: Tensor | None
-    """The gradient's norm, where it is clipped."""
-    is_skipped: bool
-    """Whether parameters, buffers and optimizer stay as they are."""
-    is_bad: Tensor | None
-    """On the device, whether they stay as they are all the same; None where the host knows that they do not."""
-    read: Callable[[], StepOutcome]
+Means = Callable[[RowValues | None], Mapping[str, float]]
 
 
 @final
 class StepJudge:
-    """Decides what becomes of each step, alike on all workers; `row` is None where the model is on the CPU."""
+    """Decides what becomes of each step, alike on all workers."""
 
-    def __init__(
-        self,
-        state: RunState,
-        arguments: TrainerArguments,
-        row: DeviceRow | None,
-        update: Update,
-        buffers: ShardZeroBuffers,
-        hooks: ParameterHooks,
-    ) -> None:
-        self._state = state
-        self._skips_nonfinite = arguments.nonfinite == "skip"
-        self._max_grad_norm = arguments.norm_limit
-        self._row = row
+    def __init__(self, runs: ShardRuns, update: Update) -> None:
+        self._runs = runs
+        self._state = runs.state
+        self._skips_nonfinite = runs.arguments.nonfinite == "skip"
+        self._max_grad_norm = runs.arguments.norm_limit
         self._update = update
-        self._buffers = buffers
-        self._hooks = hooks
 
-    def decide(self, batch: ShardedBatch, sums: StepSums) -> Decision:
-        """Decide on a step (collective on an asynchronous device)."""
-        if self._row is not None:
-            return self._decide_on_device(batch, sums, self._row)
+    def decide(self, step: CurrentStep) -> Decision:
         norm: Tensor | None = None
-        problem = find_bad_loss(sums, batch)
-        if not problem:
-            norm = self._prepare_gradients(batch, sums, sums.weight)
-            has_other_gradients = sums.has_hooks and self._state.scaler is None  # which looks at them itself
-            if sums.may_be_nonfinite or has_other_gradients or (norm is not None and not math.isfinite(norm)):
-                problem = explain_nonfinite(self._state, norm, name_step(batch.cursor))
-        return self._decide_on_host(problem, sums, norm)
+        if not step.problem and self._state.scaler is None and self._max_grad_norm is not None:
+            # The scaler does it itself. After the hooks, which may have put others in their place.
+            norm = nn.utils.get_total_norm(
+                each.grad for each in self._state.trained_parameters() if each.grad is not None
+            )
+        if self._runs.row is not None:
+            return self._decide_on_device(step, norm, self._runs.row)
+        is_suspect = step.may_be_nonfinite or (norm is not None and not math.isfinite(norm))
+        problem = step.problem or self._look_at_gradients(step, norm, is_suspect=is_suspect)
+        return self._decide_on_host(problem, step.losses, norm, self._runs.values.means()(None))
 
-    def _decide_on_host(self, problem: str, sums: StepSums, norm: Tensor | None) -> Decision:
+    def _look_at_gradients(self, step: CurrentStep, norm: Tensor | None, *, is_suspect: bool) -> str:
+        """Return in words which gradient is not finite; empty if all are."""
+        has_other_gradients = step.has_hooks and self._state.scaler is None  # which looks at them itself
+        return explain_nonfinite(self._state, norm, step.place) if is_suspect or has_other_gradients else ""
+
+    def _decide_on_host(
+        self, problem: str, losses: WeightedLosses, norm: Tensor | None, values: Mapping[str, float]
+    ) -> Decision:
         if problem and not self._skips_nonfinite:
             raise LossError(f"{problem} No parameter was changed. (LS516)")
         if problem:
             warnings.warn(f"{problem} The step is skipped on every worker. (LS516)", stacklevel=stacklevel_of_user())
         outcome = StepOutcome(
-            loss=sums.mean_loss,
-            weight=sums.weight,
+            loss=losses.mean_loss,
+            weight=losses.weight,
             is_skipped=bool(problem),
+            values=values,
             grad_norm=None if norm is None else float(norm),
         )
         if problem or self._state.scaler is None or self._max_grad_norm is None:
@@ -98,49 +80,24 @@ class StepJudge:
         late = torch.zeros((), device=self._state.device)  # the update writes it: it unscales the gradients first
         return Decision(norm=late, is_skipped=False, is_bad=None, read=lambda: replace(outcome, grad_norm=float(late)))
 
-    def _prepare_gradients(self, batch: ShardedBatch, sums: StepSums, weight: float | Tensor) -> Tensor | None:
-        """Divide the gradients by the summed weight; return their norm if they are clipped, and no scaler does it."""
-        gradients = require_gradients(self._state.trained_parameters(), name_step(batch.cursor))
-        if isinstance(weight, Tensor) or weight != batch.num_samples:
-            foreach_div_(gradients, weight / batch.num_samples)
-        if sums.has_hooks:
-            self._hooks.call()
-            gradients = [each.grad for each in self._state.trained_parameters() if each.grad is not None]
-        if self._state.scaler is None and self._max_grad_norm is not None:
-            return nn.utils.get_total_norm(gradients)
-        return None
-
-    def _decide_on_device(self, batch: ShardedBatch, sums: StepSums, row: DeviceRow) -> Decision:
+    def _decide_on_device(self, step: CurrentStep, norm: Tensor | None, row: DeviceRow) -> Decision:
         """[Note: an update that the device decides on]."""
-        row.exchange()
-        total = row.total_weight(sums.weights) if sums.has_weights_on_device else None
-        if total is None:
-            find_bad_loss(sums, batch)  # it raises where no shard has a weight
-        norm = self._prepare_gradients(batch, sums, sums.weight if total is None else total)
         if norm is not None:
             row.note_norm(norm)
-        is_bad = row.is_bad(total)
-        read_row = row.start_copy()
-        can_be_left_out = self._update.can_be_left_out() and self._buffers.can_be_left_out()
-        can_be_left_out = can_be_left_out and not sums.has_hooks
-        if not (can_be_left_out and self._state.may_be_unread) or sums.statuses[0].has_new_layout:
-            return self._decide_after_reading(batch, sums, norm, read_row())
+        is_bad = row.is_bad(step.total_weight if isinstance(step.total_weight, Tensor) else None)
+        read_row, means = row.start_copy(), self._runs.values.means()
+        can_be_left_out = self._update.can_be_left_out() and self._runs.buffers.can_be_left_out()
+        if not can_be_left_out or step.has_hooks or step.has_new_layout or not self._state.may_be_unread:
+            row_values = read_row()
+            losses = _complete(step.losses, row_values)
+            is_suspect = row_values.has_bad_gradient or not math.isfinite(row_values.norm)
+            problem = find_bad_loss(losses, step.batch) or self._look_at_gradients(step, norm, is_suspect=is_suspect)
+            return self._decide_on_host(problem, losses, norm, means(row_values))
         pending = _LaunchedStep(
-            self._state, batch, sums, read_row, skips_nonfinite=self._skips_nonfinite, has_norm=norm is not None
+            self._runs, step, read_row, means, skips_nonfinite=self._skips_nonfinite, has_norm=norm is not None
         )
         self._state.unread_step = pending
         return Decision(norm=norm, is_skipped=False, is_bad=is_bad, read=pending.read)
-
-    def _decide_after_reading(
-        self, batch: ShardedBatch, sums: StepSums, norm: Tensor | None, values: RowValues
-    ) -> Decision:
-        sums = _complete(sums, values)
-        problem = find_bad_loss(sums, batch)
-        has_other_gradients = sums.has_hooks and self._state.scaler is None  # which looks at them itself
-        is_suspect = values.has_bad_gradient or has_other_gradients or not math.isfinite(values.norm)
-        if not problem and is_suspect:
-            problem = explain_nonfinite(self._state, norm, name_step(batch.cursor))
-        return self._decide_on_host(problem, sums, norm)
 
 
 @final
@@ -149,21 +106,22 @@ class _LaunchedStep:
 
     def __init__(
         self,
-        state: RunState,
-        batch: ShardedBatch,
-        sums: StepSums,
+        runs: ShardRuns,
+        step: CurrentStep,
         read_row: Callable[[], RowValues],
+        means: Means,
         *,
         skips_nonfinite: bool,
         has_norm: bool,
     ) -> None:
-        self._state = state
-        self._batch = batch
-        self._sums = sums
+        self._state = runs.state
+        self._batch = step.batch
+        self._losses = step.losses
         self._read_row = read_row
+        self._means = means
         self._skips_nonfinite = skips_nonfinite
         self._has_norm = has_norm
-        self._restore_progress = state.record_progress()
+        self._restore_progress = self._state.record_progress()
         self._outcome: StepOutcome | None = None
         self.error: LossError | None = None
 
@@ -171,12 +129,13 @@ class _LaunchedStep:
         """Return what the step has computed, and put its progress back if it is an error (local); waits once."""
         if self._outcome is None:
             values = self._read()
-            sums = _complete(self._sums, values)
-            problem = self._find_problem(sums, values)
+            losses = _complete(self._losses, values)
+            problem = self._find_problem(losses, values)
             self._outcome = StepOutcome(
-                loss=sums.mean_loss,
-                weight=sums.weight,
+                loss=losses.mean_loss,
+                weight=losses.weight,
                 is_skipped=bool(problem),
+                values=self._means(values),
                 grad_norm=values.norm if self._has_norm else None,
             )
             if problem:
@@ -190,9 +149,9 @@ class _LaunchedStep:
             self._state.mark_unusable("The device had not finished the last step, whose update was launched.")
             raise
 
-    def _find_problem(self, sums: StepSums, values: RowValues) -> str:
+    def _find_problem(self, losses: WeightedLosses, values: RowValues) -> str:
         try:
-            problem = find_bad_loss(sums, self._batch)
+            problem = find_bad_loss(losses, self._batch)
         except LossError as error:
             self.error = error
             return str(error)
@@ -211,7 +170,6 @@ class _LaunchedStep:
         )
 
 
-def _complete(sums: StepSums, values: RowValues) -> StepSums:
-    """Return the sums with what was on the device."""
-    weights = values.weights if sums.has_weights_on_device else sums.weights
-    return replace(sums, losses=values.losses, weights=weights)
+def _complete(losses: WeightedLosses, values: RowValues) -> WeightedLosses:
+    """Return the losses with what was on the device."""
+    return WeightedLosses(values.losses, values.weights if losses.has_weights_on_device else losses.weights)

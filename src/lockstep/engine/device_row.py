@@ -39,6 +39,8 @@ class RowValues:
     """Whether a gradient is not finite; False if that was not looked at."""
     norm: float
     """The norm of the gradient; 0 if it was not computed."""
+    values: Sequence[tuple[Sequence[float], Sequence[float]]]
+    """Of further values: value * weight of every shard, and its weights."""
 
 
 @final
@@ -46,19 +48,29 @@ class DeviceRow:
     """The row of one step after the other, in memory that is kept.
 
     | loss * weight of each shard | weight of each shard | 0 or NaN for the gradients | norm of the gradient |
+    | value * weight of each shard | weight of each shard | for each further value
     """
 
     def __init__(self, world: World, num_shards: int, device: torch.device) -> None:
         self.device = device
         self._world = world
         self._num_shards = num_shards
-        self._values = torch.zeros(2 * num_shards + 2, dtype=torch.float64, device=device)
-        self._losses, self._weights = self._values[:num_shards], self._values[num_shards : 2 * num_shards]
-        self._gradients, self._norm = self._values[-2], self._values[-1]
-        self._on_host = torch.zeros(len(self._values), dtype=torch.float64, pin_memory=True)
+        self._lay_out(0)
 
-    def begin(self) -> None:
-        self._values.zero_()
+    def _lay_out(self, num_values: int) -> None:
+        num_shards = self._num_shards
+        self._row = torch.zeros(2 * num_shards * (1 + num_values) + 2, dtype=torch.float64, device=self.device)
+        self._judged, values = self._row[: 2 * num_shards + 2], self._row[2 * num_shards + 2 :]
+        self._losses, self._weights = self._row[:num_shards], self._row[num_shards : 2 * num_shards]
+        self._gradients, self._norm = self._judged[-2], self._judged[-1]
+        self._values = values.view(num_values, 2, num_shards)
+        self._on_host = torch.zeros(len(self._row), dtype=torch.float64, pin_memory=True)
+
+    def begin(self, num_values: int) -> None:
+        """Begin with a step, in which there is a place for so many values besides the losses."""
+        if num_values != len(self._values):
+            self._lay_out(num_values)
+        self._row.zero_()
 
     @torch.no_grad()
     def add_loss(self, shard: int, loss: Tensor, weight: float | Tensor) -> None:
@@ -73,6 +85,12 @@ class DeviceRow:
         else:
             self._losses[shard].copy_(loss.detach().double() * weight)
 
+    @torch.no_grad()
+    def add_value(self, place: int, shard: int, weighted: float | Tensor, weight: float | Tensor) -> None:
+        """Add a further value of a shard (local); `place` is that of its name."""
+        for target, number in zip(self._values[place, :, shard].unbind(), (weighted, weight), strict=True):
+            target.copy_(number) if isinstance(number, Tensor) else target.fill_(number)
+
     def note_gradients(self, largest: Tensor) -> None:
         """Note the largest magnitude of this worker's part of the gradients; not a number, or infinite, is bad."""
         self._gradients.copy_(largest * 0.0)
@@ -83,10 +101,10 @@ class DeviceRow:
 
     def exchange(self) -> None:
         """Add up the rows of all workers; the current stream waits, the host does not (collective)."""
-        if self._world.group is None:
+        if self._world.group is None or self._world.world_size == 1:
             return
         with calls_for("adding up the losses"):
-            work = dist.all_reduce(self._values, group=self._world.group, async_op=True)
+            work = dist.all_reduce(self._row, group=self._world.group, async_op=True)
         assert work is not None
         work.wait()
 
@@ -103,7 +121,7 @@ class DeviceRow:
 
     def is_bad(self, total_weight: Tensor | None) -> Tensor:
         """Return, on the device, whether no update can be made; `total_weight` is None where no weight is there."""
-        is_bad = ~self._values.isfinite().all()
+        is_bad = ~self._judged.isfinite().all()
         if total_weight is not None:
             is_bad = is_bad | ~(total_weight > 0) | (self._weights < 0).any()
         return is_bad
@@ -113,23 +131,28 @@ class DeviceRow:
 
         It must be called before the row of the next step is copied. It raises a PeerLostError if a rank was lost.
         """
-        self._on_host.copy_(self._values, non_blocking=True)
-        event = torch.Event(self._values.device)
+        on_host = self._on_host  # of this step: the next one may have other values, and so another row
+        on_host.copy_(self._row, non_blocking=True)
+        event = torch.Event(self._row.device)
         event.record()
 
         def read() -> RowValues:
             event.synchronize()
             _raise_if_lost(self._world.group)  # a reduction that was ended because a rank was lost leaves any value
-            return self._read(self._on_host.tolist())
+            return self._read(on_host.tolist())
 
         return read
 
-    def _read(self, values: list[float]) -> RowValues:
+    def _read(self, row: list[float]) -> RowValues:
+        num_shards = self._num_shards
+        of_gradients, norm = row[2 * num_shards : 2 * num_shards + 2]
+        values = [row[start : start + num_shards] for start in range(2 * num_shards + 2, len(row), num_shards)]
         return RowValues(
-            losses=tuple(values[: self._num_shards]),
-            weights=tuple(values[self._num_shards : 2 * self._num_shards]),
-            has_bad_gradient=not math.isfinite(values[-2]),
-            norm=values[-1],
+            losses=tuple(row[:num_shards]),
+            weights=tuple(row[num_shards : 2 * num_shards]),
+            has_bad_gradient=not math.isfinite(of_gradients),
+            norm=norm,
+            values=list(zip(values[::2], values[1::2], strict=True)),
         )
 
 

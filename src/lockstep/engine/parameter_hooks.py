@@ -6,7 +6,7 @@ each parameter that has a gradient: first those of `register_hook`, which may re
 `register_post_accumulate_grad_hook`. Gradients are clipped after that.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -15,32 +15,43 @@ from typing import Any, final
 from torch import nn
 
 from lockstep.comm import World
-from lockstep.engine.batches import gather_results
-from lockstep.errors import GroupError
+from lockstep.engine.step_table import Column, CurrentStep, Rows, StepPart
 from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private.autograd import post_accumulate_grad_hooks, tensor_hooks
 
+_PURPOSE = "calling the hooks on parameters"
 _OWN = "lockstep."
 """Our own hooks are partials of functions in our modules."""
 
 
 @final
-class ParameterHooks:
+class ParameterHooks(StepPart):
     """Takes the user's hooks off the parameters of a model, calls them, and puts them on again."""
 
     def __init__(self, trained: Sequence[TrainedParameter], world: World) -> None:
         self._parameters = [each.parameter for each in trained]
         self._names = {each.parameter: each.spec.name for each in trained}
         self._world = world
-        self.ask_others: Callable[[GroupError], object] = _raise
         self._num_own = -1
         self._taken: list[tuple[nn.Parameter, dict[int, Any], dict[int, Any]]] = []
+        self._are_there = Column(bool, lambda _: bool(self._taken))
+        self.columns = (self._are_there,)
 
-    @property
-    def are_there(self) -> bool:
-        """Whether there are any in this step."""
-        return bool(self._taken)
+    def begin(self, _step: CurrentStep) -> None:
+        self._take_off()
+
+    def check(self, step: CurrentStep, rows: Rows) -> None:
+        step.has_hooks = any(rows[self._are_there])
+        if step.has_hooks:
+            # Not where the step fails, or is left out: a hook may step an optimizer.
+            step.ask(_PURPOSE, lambda: {} if step.problem else self._call(), self._compare)
+
+    def commit(self, _step: CurrentStep) -> None:
+        self._put_on()
+
+    def undo(self, _step: CurrentStep) -> None:
+        self._put_on()
 
     @contextmanager
     def taken_off(self) -> Iterator[None]:
@@ -50,13 +61,7 @@ class ParameterHooks:
         finally:
             self._put_on()
 
-    def call(self) -> None:
-        """Call them with the reduced gradients (collective, if any worker has hooks)."""
-        try:
-            found = gather_results(self._world, self._call, "calling the hooks on parameters")
-        except GroupError as error:
-            self.ask_others(error)  # a worker that has finished the step has compared them
-            return
+    def _compare(self, found: list[dict[str, int | None]]) -> None:
         for rank, numbers in enumerate(found):
             if numbers != found[0]:
                 names = [name for name in {**found[0], **numbers} if found[0].get(name) != numbers.get(name)]
@@ -128,8 +133,3 @@ def _put(registry: MutableMapping[int, Any] | None, hooks: dict[int, Any]) -> No
 
 def _is_own(hook: Any) -> bool:
     return isinstance(hook, partial) and str(getattr(hook.func, "__module__", "")).startswith(_OWN)
-
-
-def _raise(error: GroupError) -> None:
-    """Raise the error: there is no way to continue without a lost worker."""
-    raise error

@@ -20,8 +20,7 @@ from lockstep.engine.arguments import TrainerArguments, check_arguments
 from lockstep.engine.member import Member
 from lockstep.engine.run_state import RunState
 from lockstep.engine.state_parts import Stateful
-from lockstep.engine.step_engine import StepEngine
-from lockstep.engine.step_phase import StepPhase
+from lockstep.engine.step_engine import StepEngine, StepPhase
 from lockstep.engine.step_result import StepResult
 from lockstep.engine.step_table import StepAgreement
 from lockstep.errors import GroupError, counted
@@ -115,12 +114,11 @@ class PresentEngine:
         if member is None:
             return self._step(batch)
         # Not after the step before: what the loop does between two steps, new workers do not do.
-        agreement = self.engine.agreement
-        planned = 0 if agreement is None else max(status.planned for status in agreement.sums.statuses)
-        member.begin_step(planned, self.world)
+        agreement = self.engine.table.agreement
+        member.begin_step(0 if agreement is None else agreement.planned, self.world)
         self._is_in_step = True
         try:
-            return member.call(self, partial(self._step, batch), lambda: self.engine.agreement)
+            return member.call(self, partial(self._step, batch), lambda: self.engine.table.agreement)
         finally:
             self._is_in_step = False
 
@@ -128,7 +126,7 @@ class PresentEngine:
         # The engine refuses what is no batch, on every worker.
         if isinstance(batch, ShardedBatch) and self._has_moved and batch.world != self.world:
             batch = batch.for_present_workers()
-        self.engine.planned = self._planned_number()
+        self.engine.requests.planned = self._planned_number()
         result = self.engine.step(batch)
         if self.on_step is not None:
             self._is_in_callback = True
@@ -230,14 +228,15 @@ class PresentEngine:
                 raise error
             return found._ask_others(error)  # noqa: SLF001 - of this class
 
-        engine.ask_others = ask_others
+        engine.table.ask_others = ask_others
         return engine
 
     def _replace_engine(self, world: World, descriptions: Sequence[Description] | None) -> None:
         before = self.engine
         before.close()
         self.engine = self._make_engine(world, descriptions)
-        self.engine.stop_requested, self.engine.agreement = before.stop_requested, before.agreement
+        self.engine.requests.stop_requested = before.requests.stop_requested
+        self.engine.table.agreement = before.table.agreement
         self._trained = _trained_parameters(self._state.model)
 
     def _check_not_in_callback(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 
 from lockstep.engine.own_generators import OwnGenerators
+from lockstep.engine.step_table import CurrentStep, StepPart
 from lockstep.processes.reproducibility import reseed_generators
 
 _ACCELERATORS: tuple[Any, ...] = (torch.cuda, torch.xpu)
@@ -34,13 +35,26 @@ def set_device_states(states: Sequence[torch.Tensor]) -> None:
 
 
 @final
-class RandomStates:
-    """Seeds the global generators of Python, NumPy (if it is imported) and torch, and puts earlier states back."""
+class RandomStates(StepPart):
+    """Seeds the global generators of Python, NumPy (if it is imported) and torch, and puts earlier states back.
 
-    def __init__(self) -> None:
-        self.own: OwnGenerators | None = None
+    As a part of a step it records the states, and puts them back if the step fails. `own` are those of the model and
+    the loss function.
+    """
+
+    def __init__(self, own: OwnGenerators) -> None:
+        self.own = own
         self._restore_calls: list[Callable[[], object]] = []
         self._numpy: _NumpyGenerator | None = None
+
+    def begin(self, _step: CurrentStep) -> None:
+        self.save()
+
+    def commit(self, _step: CurrentStep) -> None:
+        self._restore_calls = []
+
+    def undo(self, _step: CurrentStep) -> None:
+        self.restore()
 
     def save(self) -> None:
         cpu = torch.default_generator
@@ -60,18 +74,13 @@ class RandomStates:
             calls.append(partial(torch.mtia.set_rng_state, torch.mtia.get_rng_state()))
         if torch.backends.mps.is_available():
             calls.append(partial(torch.mps.set_rng_state, torch.mps.get_rng_state()))
-        if self.own is not None:
-            self.own.save()
-            calls.append(self.own.restore)
+        self.own.save()
+        calls.append(self.own.restore)
         self._restore_calls = calls
 
     def restore(self) -> None:
         for restore in self._restore_calls:
             restore()
-        self.discard()
-
-    def discard(self) -> None:
-        """Forget the recorded states, so that `restore` does nothing until the next `save` (local)."""
         self._restore_calls = []
 
     def seed(self, seed: int) -> None:
@@ -79,8 +88,7 @@ class RandomStates:
         reseed_generators(seed)
         if self._numpy is not None:
             self._numpy.note_seed(seed)
-        if self.own is not None:
-            self.own.seed_as_global()
+        self.own.seed_as_global()
 
 
 @final

@@ -1,29 +1,35 @@
-"""Forward and backward of the shards of one worker."""
+"""Forward and backward of the shards of one worker, and what that takes: what the parts of a step share."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm import World
 from lockstep.data import ShardedBatch, Slice
 from lockstep.data.batch import ErrorPlace
-from lockstep.devices.transfer import InputCopies, to_device
+from lockstep.devices.transfer import InputCopies, is_asynchronous, to_device
+from lockstep.engine.arguments import TrainerArguments
+from lockstep.engine.balance import Stopwatch
 from lockstep.engine.buffers import ShardZeroBuffers
+from lockstep.engine.device_row import DeviceRow
 from lockstep.engine.losses import begin_backward_at, gradient_of_loss, read_loss
 from lockstep.engine.optimizers import UpdateSpec
 from lockstep.engine.own_generators import OwnGenerators
+from lockstep.engine.parameter_hooks import ParameterHooks
+from lockstep.engine.random_states import RandomStates
 from lockstep.engine.run_state import RunState
 from lockstep.engine.side_effects import LeftState, StateChanges, warn_of_state
 from lockstep.engine.step_place import StepPlace
-from lockstep.engine.step_table import StepTable
-from lockstep.engine.step_values import StepValues
-from lockstep.engine.stopwatch import Stopwatch
+from lockstep.engine.step_table import CurrentStep
+from lockstep.engine.step_values import ShardLosses, StepValues
 from lockstep.engine.user_function import EXPLAINED_ERRORS, UserFunction
 from lockstep.engine.zero_gradients import zero_over_parameters
 from lockstep.processes.reproducibility import reseed_generators
 from lockstep.recording import NO_EVENT, EventKind, own_recorder
-from lockstep.reduce import ShardReducer
+from lockstep.reduce import ShardReducer, TrainedModel
 from lockstep.shards import ShardTask, derive_seed
 from lockstep.torch_private.autograd import run_backward
 from lockstep.torch_private.modules import tree_leaves, version_of
@@ -35,72 +41,80 @@ Loss = Callable[..., Tensor | tuple[Tensor, float | Tensor] | Mapping[str, Any]]
 
 @final
 class ShardRuns:
-    """Runs shards, each from the same buffers and with a random state of its own."""
+    """Runs shards, each from the same buffers and with a random state of its own.
 
-    def __init__(
-        self,
-        state: RunState,
-        generators: OwnGenerators,
-        gradients: ShardReducer,
-        buffers: ShardZeroBuffers,
-        values: StepValues,
-    ) -> None:
-        self._state = state
-        self._generators = generators
-        self._losses: dict[str, UserFunction] = {}
-        self._loss, self._purpose = UserFunction(_no_loss, generators), "shard"
-        self._gradients = gradients
-        self._buffers = buffers
-        self._values = values
-        self._copies = InputCopies(state.device)
+    Its attributes are what the parts of a step are made from. `row` is None where the model is on the CPU, or the host
+    waits for the device; `stopwatch` where shards stay where they are.
+    """
+
+    def __init__(self, state: RunState, arguments: TrainerArguments, trained: TrainedModel, world: World) -> None:
+        self.state = state
+        self.arguments = arguments
+        self.trained = trained
+        self.world = world
+        losses, is_on_device = state.plan.losses, is_asynchronous(state.device)
+        has_row = is_on_device and not state.waits_for_device
+        self.row = DeviceRow(world, state.num_shards, state.device) if has_row else None
+        self.buffers = ShardZeroBuffers(state.kept_modules(), world, state.device)
+        self.gradients = ShardReducer(trained, world, state.num_shards, arguments.bucket_limits)
+        self.gradients.send_besides(self.buffers.start_sending)
+        self.random = RandomStates(OwnGenerators(state.model, losses[0] if len(losses) == 1 else losses))
+        self.losses = ShardLosses(self.row)
+        self.values = StepValues(state.num_shards, self.row)
+        self.hooks = ParameterHooks(trained.trained, world)
+        self.stopwatch: Stopwatch | None = None
         self._recorder = own_recorder()
+        if arguments.balance == "speed" and world.world_size > 1:
+            gradients = weakref.proxy(self.gradients)  # it holds the stopwatch
+            device = state.device if is_on_device else None
+            self.stopwatch = Stopwatch(self._recorder, lambda: gradients.last_gradient_ns, device)
+            self.gradients.on_last_gradient(self.stopwatch.last_gradient)
+        self._functions: dict[str, UserFunction] = {}
+        self._loss, self._purpose = UserFunction(_no_loss, self.random.own), "shard"
+        self._copies = InputCopies(state.device)
 
-    def begin(self, update: UpdateSpec) -> None:
-        """Begin with an update: its loss function is called from here on (local)."""
-        if update.name not in self._losses:
-            self._losses[update.name] = UserFunction(update.loss, self._generators)
-        self._loss = self._losses[update.name]
+    def choose(self, update: UpdateSpec) -> None:
+        """Let the loss function of an update be called from here on (local)."""
+        if update.name not in self._functions:
+            self._functions[update.name] = UserFunction(update.loss, self.random.own)
+        self._loss = self._functions[update.name]
         self._purpose = f"shard {update.name}" if update.name else "shard"
-        self._values.begin()
 
-    def run(
-        self,
-        batch: ShardedBatch,
-        tasks: Sequence[ShardTask],
-        table: StepTable,
-        stopwatch: Stopwatch,
-        *,
-        watches_attributes: bool,
-    ) -> None:
+    def run(self, step: CurrentStep) -> None:
         """Run this worker's shards; the last one's gradients are left to `end_last` (its backward is collective)."""
-        model = self._state.model
+        self.choose(step.update)
+        batch, tasks, stopwatch = step.batch, step.tasks, self.stopwatch
+        if stopwatch is not None:
+            stopwatch.start()
         slices = {part.shard: part for part in batch.slices}
         inputs = self._copy_inputs([slices[task.shard] for task in tasks if task.shard in slices])
-        before = LeftState(model, [self._loss.function]) if watches_attributes else None
+        before = LeftState(self.state.model, [self._loss.function]) if step.is_new_kind else None
         for number, task in enumerate(tasks, start=1):
             event = NO_EVENT
             if task.shard in slices:
                 part, data = slices[task.shard], next(inputs)
                 versions = _versions_of(part.data) if number == 1 and before is not None else ()
                 event = self._recorder.begin(EventKind.SHARD, part.shard, part.num_samples, 0)
-                stopwatch.begin_shard(event)
+                if stopwatch is not None:
+                    stopwatch.begin_shard(event)
                 with ErrorPlace(batch.cursor, part.shard, part.indices):
-                    loss = self._run_shard(batch, part, task, table, data)
+                    loss = self._run_shard(batch, part, task, data)
                 if number == 1 and before is not None:
                     # On the worker of shard 0 alone: a loss that calls collectives would wait for the others. What is
                     # certain is looked for on all, for a forward may do otherwise on some data, or some rank.
                     can_repeat = part.shard == 0 and versions == _versions_of(part.data)
                     self._look_for_state(before, loss, batch, part, can_repeat=can_repeat)
             if number < len(tasks):  # the end of the last one waits for others
-                self._gradients.end(task)
-                self._buffers.end_shard(task.shard, is_last=False)
-                stopwatch.end_shard(number)
+                self.gradients.end(task)
+                self.buffers.end_shard(task.shard, is_last=False)
+                if stopwatch is not None:
+                    stopwatch.end_shard(number)
             self._recorder.end(event)
 
-    def end_last(self, tasks: Sequence[ShardTask]) -> None:
-        """Take in the gradients of the last shard, and wait for those of all workers (collective)."""
-        self._gradients.end(tasks[-1])
-        self._buffers.end_shard(tasks[-1].shard, is_last=True)
+    def end_last(self, step: CurrentStep) -> None:
+        """Take the gradients of the last shard, and wait for those of all workers (collective)."""
+        self.gradients.end(step.tasks[-1])
+        self.buffers.end_shard(step.tasks[-1].shard, is_last=True)
 
     def _copy_inputs(self, parts: Sequence[Slice]) -> Iterator[Any]:
         """Yield each slice's data on the device, while the next slice's are copied there."""
@@ -110,21 +124,21 @@ class ShardRuns:
             present, upcoming = upcoming, next(started, None)
             yield self._copies.finish(present)
 
-    def _run_shard(self, batch: ShardedBatch, part: Slice, task: ShardTask, table: StepTable, data: Any) -> Tensor:
+    def _run_shard(self, batch: ShardedBatch, part: Slice, task: ShardTask, data: Any) -> Tensor:
         """Run one shard's forward and backward; return its loss, without a graph."""
         found = read_loss(self.call_loss(batch, part, data), part)
         loss, weight = found.loss, found.weight
-        table.note_values(part.shard, *self._values.add(part.shard, found.values))
+        self.values.add(part.shard, found.values)
         if isinstance(weight, Tensor) or weight > 0:
-            table.add_loss(part.shard, loss, weight)
+            self.losses.add(part.shard, loss, weight)
             root = begin_backward_at(loss)
         elif (zero := zero_over_parameters(loss)) is not None:
             root, weight = zero, batch.num_samples
         else:
             return loss.detach()
-        if self._state.scaler is not None:
-            root = self._state.scaler.scale(root)
-        self._gradients.mark(root, task)
+        if self.state.scaler is not None:
+            root = self.state.scaler.scale(root)
+        self.gradients.mark(root, task)
         with EXPLAINED_ERRORS:
             gradient = gradient_of_loss(root, weight, batch.num_samples)
             if type(root) is Tensor:
@@ -139,11 +153,11 @@ class ShardRuns:
         """Warn of state that the first shard has left behind; `before` was seen before it."""
         changes = before.changes()
         matters = False
-        if changes.possible and self._state.num_shards > 1 and can_repeat:
-            after = LeftState(self._state.model, [self._loss.function])
-            with self._buffers.of_step_begin():
+        if changes.possible and self.state.num_shards > 1 and can_repeat:
+            after = LeftState(self.state.model, [self._loss.function])
+            with self.buffers.of_step_begin():
                 # Containers anew: the loss function may have taken items out of its own.
-                data = to_device(part.data, self._state.device)
+                data = to_device(part.data, self.state.device)
                 again = read_loss(self.call_loss(batch, part, data), part).loss.detach()
             matters = not torch.equal(loss.reshape(-1).view(torch.uint8), again.reshape(-1).view(torch.uint8))
             after.put_back([*changes.certain, *changes.possible])
@@ -151,27 +165,27 @@ class ShardRuns:
 
     def compute(self, batch: ShardedBatch, part: Slice) -> Tensor:
         """Run forward and backward of one slice by itself; return its loss, without a graph (local)."""
-        loss = read_loss(self.call_loss(batch, part, to_device(part.data, self._state.device)), part).loss
+        loss = read_loss(self.call_loss(batch, part, to_device(part.data, self.state.device)), part).loss
         with EXPLAINED_ERRORS:
             loss.backward()
         return loss.detach()
 
     def call_loss(self, batch: ShardedBatch, part: Slice, data: Any) -> Any:
         """Return what the loss function returns for a slice, whose data are on the device (local)."""
-        seed_slice(self._purpose, self._state.seed, batch, part)
+        seed_slice(self._purpose, self.state.seed, batch, part)
         place = None
         if self._loss.takes_place:
             place = StepPlace(
                 epoch=batch.cursor.epoch,
                 step=batch.cursor.step,
-                global_step=self._state.global_step,
+                global_step=self.state.global_step,
                 shard=part.shard,
                 num_shards=batch.num_shards,
             )
-        if self._state.precision is None:
-            return self._loss(self._state.model, data, place)
-        with self._state.autocast():
-            return self._loss(self._state.model, data, place)
+        if self.state.precision is None:
+            return self._loss(self.state.model, data, place)
+        with self.state.autocast():
+            return self._loss(self.state.model, data, place)
 
 
 def _no_loss(_model: nn.Module, _batch: Any) -> Tensor:

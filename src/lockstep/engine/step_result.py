@@ -1,7 +1,7 @@
 """What a step returns. Its loss may still be on the device."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from lockstep.data import Cursor
@@ -88,13 +88,6 @@ class StepResult:
 
     def _values(self) -> tuple[Any, ...]:
         return self._read(), self.cursor, self.should_stop
-
-
-def with_values(
-    read: Callable[[], StepOutcome], values: Callable[[], Mapping[str, float]]
-) -> Callable[[], StepOutcome]:
-    """Return what reads an outcome together with what the loss function returned besides the loss."""
-    return lambda: replace(read(), values=values())
 
 
 def merge_updates(reads: Mapping[str, Callable[[], StepOutcome]], main: str) -> Callable[[], StepOutcome]:

@@ -1,38 +1,48 @@
-"""What all workers exchange once per step besides gradients: losses, and the status of each worker.
+"""The parts of a step, and what they exchange: a table of the numbers that each part declares as its columns.
 
-    row s < num_shards       loss * weight of shard s, its weight, its number of other values, a number for their names
-    row num_shards + r       of worker r: epoch, step, a number for its loader, its `WorkerStatus`, its `WorkerNumbers`
+    of worker r    a number for each `Column`: whether it can finish the step, its place in the data, ...
+    of shard s     a number for each `ShardColumn`: loss * weight, weight, ...
 
-A row is written by one worker and zero on all others, so adding up in any order is exact, and all workers draw the same
-conclusions from the same numbers.
+A number is written by one worker and zero on all others, so adding up in any order is exact, and all workers draw the
+same conclusions from the same numbers. A worker that is alone exchanges nothing.
 
 Where the model is on an asynchronous device the table holds what the hosts know, and a row on the device the rest:
 [Note: host facts and device facts] in `lockstep.engine.device_row`.
 
 [Note: the commit point] A worker sends the table when it has all that it needs to finish the step: every reduced
 gradient, and shard 0's buffers. So a worker that has read the whole table knows that all workers can finish the step. A
-worker that has failed sends the table too, and says so in its status: no worker waits for a table that is never sent.
+worker that has failed sends the table too, and says so in it: no worker waits for a table that is never sent.
+
+[Note: the second exchange] A part may need more than numbers: buffers of another shape, what hooks have made of the
+gradients, the options that differ. Its `check` asks for that, by what the table says, so all workers ask for the same.
+What all parts have asked for travels in one exchange more; but what may turn out to be an error is asked for before:
+the user's hooks must not be called in a step that fails. In most steps nothing is asked for.
 """
 
 import math
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, final
+from itertools import chain
+from typing import Any, Final, Generic, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm import World, raise_if_broken
-from lockstep.data import Cursor, ShardedBatch
-from lockstep.devices.transfer import is_asynchronous
-from lockstep.engine.device_row import DeviceRow
+from lockstep.data import ShardedBatch
+from lockstep.engine.batches import gather_results, name_step
+from lockstep.engine.optimizers import UpdateSpec
+from lockstep.engine.step_result import StepOutcome
+from lockstep.errors import GroupError
 from lockstep.reduce.status import has_cpu_backend
-from lockstep.shards import sum_in_tree_order
+from lockstep.shards import ShardTask, sum_in_tree_order
 
-_BEGINNING: Final = Cursor()
+T_co = TypeVar("T_co", covariant=True)
+
+ON_DEVICE: Final = -1.0
+"""Stands for a weight that is on the device; a weight is not negative."""
 
 
 class Failure(IntEnum):
@@ -48,77 +58,99 @@ class Failure(IntEnum):
     """An earlier update has failed in the middle, and no checkpoint was loaded since."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStatus:
-    failure: Failure = Failure.NONE
-    num_steps: int = 0
-    seconds: float = 0.0
-    """How long a shard took; 0 where it was not measured."""
-    last_requested: Cursor = _BEGINNING
-    """The furthest step that its loader has requested."""
-    has_nested_backward: bool = False
-    written: int = 0
-    """The number of the first parameter that was written before the update, counted from 1; 0 for none."""
-    has_new_layout: bool = False
-    """Whether shard 0 has left other buffers than the step began with; on rank 0."""
-    stop_requested: bool = False
-    has_hooks: bool = False
-    planned: int = 0
-    """The generation of workers that it knows to be planned after this step; 0 for none."""
-    end_requested: bool = False
-    """Whether a callback on it has ended the training."""
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Column(Generic[T_co]):
+    """A number that each worker sends in each step."""
+
+    kind: Callable[[Any], T_co]
+    """What makes a value of the number: `int`, `bool`, `float`, ..."""
+    read: Callable[["CurrentStep"], float | Tensor]
+    """Returns the number of this worker."""
+    is_of_failed: bool = False
+    """Whether a worker whose step has failed sends it too; else its number is 0."""
 
 
-_STATUS_COLUMNS: Final = 12
-_NUM_COLUMNS: Final = 3 + _STATUS_COLUMNS + 3
-ON_DEVICE: Final = -1.0
-"""Stands for a weight that is on the device; a weight is not negative."""
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardColumn:
+    """A number that is sent of each shard, by the worker that has run it; 0 where it has none."""
+
+    read: Callable[[], Mapping[int, float | Tensor]]
+    """Returns the numbers of the shards of this worker."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerNumbers:
-    """What the workers compare in each step."""
-
-    options: int = 0
-    """A number for the optimizer's options."""
-    values: Tensor | int = 0
-    """A number for the values of the parameters, where they were written since the last update."""
-    gradients: Tensor | int = 0
-    """A number that is not finite if a gradient is not, on this worker or, where it looks at a part, another. On an
-    asynchronous device it is in the row."""
+FAILURE: Final[Column[Failure]] = Column(Failure, lambda step: step.failure, is_of_failed=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSums:
-    """What the table holds when all workers' rows are in it."""
+@final
+class Rows:
+    """What the table holds when all workers' numbers are in it: `rows[column]` has the value of each worker."""
+
+    def __init__(
+        self, numbers: Sequence[Any], columns: Sequence[Column[Any]], of_shards: Sequence[ShardColumn], world: World
+    ) -> None:
+        self.numbers = numbers
+        self._num_columns = len(columns)
+        self._places = {column: place for place, column in enumerate(columns)}
+        self._end = len(columns) * world.world_size
+        self._num_shards = (len(numbers) - self._end) // len(of_shards) if of_shards else 0
+        self._shard_places = {column: place for place, column in enumerate(of_shards)}
+
+    def __getitem__(self, column: Column[T_co]) -> tuple[T_co, ...]:
+        return tuple(map(column.kind, self.numbers[self._places[column] : self._end : self._num_columns]))
+
+    def of_shards(self, column: ShardColumn) -> tuple[float, ...]:
+        start = self._end + self._shard_places[column] * self._num_shards
+        return tuple(self.numbers[start : start + self._num_shards])
+
+
+class StepPart:
+    """What takes part in each step. A part overrides what it needs; the engine iterates over `STEP_PARTS`.
+
+    phase      called    on
+    PREPARE    `begin`   each worker
+    AGREE      columns   each worker: what it sends in the table
+               `check`   each worker, with the same rows, so all raise alike; it may `ask` in the second exchange
+               `change_gradients`    each worker, alike, where an update can be made
+    COMMIT     `commit`  each worker, after the update: it must not fail
+               `undo`    a worker on which the step has failed, in any phase, before `begin` too
+
+    `check` may make collective calls only where the step fails.
+    """
+
+    columns: Sequence[Column[Any]] = ()
+    shard_columns: Sequence[ShardColumn] = ()
+
+    def begin(self, step: "CurrentStep") -> None:
+        """Check what this worker knows by itself, and record what `undo` puts back (local)."""
+
+    def check(self, step: "CurrentStep", rows: Rows) -> None:
+        """Check what all workers have sent."""
+
+    def change_gradients(self, step: "CurrentStep") -> None:
+        """Change the gradients of the whole batch, which are the same on every worker (local)."""
+
+    def commit(self, step: "CurrentStep") -> None:
+        """Write what lasts (local)."""
+
+    def undo(self, step: "CurrentStep") -> None:
+        """Put back what `begin` has recorded, if it was called (local)."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WeightedLosses:
+    """Of every shard, loss times weight, and weight."""
 
     losses: tuple[float, ...]
-    """Of every shard, loss times weight; 0 for one without samples, and where they are on the device."""
+    """0 for a shard without samples, and where they are on the device."""
     weights: tuple[float, ...]
-    """Of every shard; `ON_DEVICE` for one whose weight is a tensor on an asynchronous device."""
-    values: tuple[tuple[float, float], ...]
-    """Of every shard, how many values it has besides its loss, and a number for their names."""
-    places: tuple[tuple[float, ...], ...]
-    """Of every worker: what identifies its batch: epoch, step, and a number for its loader."""
-    statuses: tuple[WorkerStatus, ...]
-    options: tuple[float, ...]
-    """Of every worker, `WorkerNumbers.options`."""
-    parameters: tuple[float, ...]
-    """Of every worker, `WorkerNumbers.values`."""
-    may_be_nonfinite: bool
-    """Whether the gradients must be searched for one that is not finite."""
-
-    @property
-    def has_hooks(self) -> bool:
-        return any(status.has_hooks for status in self.statuses)
+    """`ON_DEVICE` for one whose weight is a tensor on an asynchronous device."""
 
     @property
     def has_weights_on_device(self) -> bool:
         return ON_DEVICE in self.weights
-
-    @property
-    def loss(self) -> float:
-        return sum_in_tree_order(self.losses)
 
     @property
     def weight(self) -> float:
@@ -128,124 +160,160 @@ class StepSums:
     def mean_loss(self) -> float:
         """The weighted mean of the losses; NaN where nothing has a weight."""
         weight = self.weight
-        return self.loss / weight if weight else math.nan
+        return sum_in_tree_order(self.losses) / weight if weight else math.nan
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What all workers have decided to commit."""
+
+    norm: Tensor | None
+    """The gradient's norm, where it is clipped."""
+    is_skipped: bool
+    """Whether parameters, buffers and optimizer stay as they are."""
+    is_bad: Tensor | None
+    """On the device, whether they stay as they are all the same; None where the host knows that they do not."""
+    read: Callable[[], StepOutcome]
+
+
+@final
+class CurrentStep:
+    """One update of a step on its way through the phases: what was given, and what the parts have found out so far."""
+
+    def __init__(self, batch: ShardedBatch, update: UpdateSpec, *, is_last: bool) -> None:
+        self.batch = batch
+        self.update = update
+        self.is_last = is_last
+        """Whether it is the last update of its step."""
+        self.is_new_kind = True
+        """Whether no step of this update was agreed on before."""
+        self.has_recorded_parameters = False
+        """Whether what is found to be written was written in this step."""
+        self.tasks: Sequence[ShardTask] = ()
+        self.failure: Failure = Failure.NONE
+        self.error: Exception | None = None
+        """Of this worker, where the others are to be sent it."""
+        self.rows: Rows | None = None
+        self.losses = WeightedLosses((), ())
+        self.total_weight: float | Tensor = 0.0
+        self.may_be_nonfinite = self.has_hooks = self.has_new_layout = False
+        self.problem = ""
+        """Why no update can be made, in words, where a loss is not finite."""
+        self.decision: Decision | None = None
+        self.questions: list[_Question] = []
+
+    @property
+    def place(self) -> str:
+        return name_step(self.batch.cursor)
+
+    def ask(
+        self, purpose: str, send: Callable[[], Any], receive: Callable[[list[Any]], None], *, may_raise: bool = False
+    ) -> None:
+        """Let `receive` get what `send` returns on every worker. [Note: the second exchange].
+
+        Every worker asks for the same. With `may_raise`, `receive` looks for an error, before anything else is sent.
+        """
+        self.questions.append(_Question(purpose, send, receive, may_raise))
+
+
+@final
 @dataclass(frozen=True, slots=True)
-class StepAgreement:
-    """What the workers have exchanged in a step besides gradients and buffers; the same on all."""
+class _Question:
+    purpose: str
+    send: Callable[[], Any]
+    receive: Callable[[list[Any]], None]
+    may_raise: bool
 
-    sums: StepSums
-    means: Callable[[], dict[str, float]] | None
-    """Reads the means of further numbers that the loss function returned; None for none."""
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAgreement:
+    """What the workers have exchanged in a step besides gradients; the same on all."""
+
+    numbers: Sequence[float]
+    answers: Mapping[bool, list[list[Any]]]
+    """Of every worker, the answers to what was asked to find an error, and to what was asked besides."""
+    planned: int
+    """The generation of workers that one knows to be planned after this step; 0 for none."""
 
 
 @final
 class StepTable:
-    """The table of one step, as one worker fills it in.
+    """Makes the exchanges of each step.
 
-    `row` gets what the device knows; None where the model is on the CPU, or the host waits for the device.
+    `ask_others` returns what was exchanged where that has failed here, if another worker has all of it; else it raises
+    the error.
     """
 
-    def __init__(self, world: World, num_shards: int, row: DeviceRow | None) -> None:
+    def __init__(self, world: World, num_shards: int, device: torch.device) -> None:
         self._world = world
         self._num_shards = num_shards
-        self._row = row
-        self._losses: dict[int, tuple[float | Tensor, float | Tensor]] = {}
-        self._values: dict[int, tuple[int, int]] = {}
-        self._place: tuple[float, ...] = (0.0, 0.0, 0.0)
-        self._status = WorkerStatus()
-        self._numbers = WorkerNumbers()
+        self._device = device
+        self.agreement: StepAgreement | None = None
+        self.ask_others: Callable[[GroupError], StepAgreement] = _raise
 
-    def add_loss(self, shard: int, loss: Tensor, weight: float | Tensor) -> None:
-        """Add the mean loss of a shard and its weight: more than zero, or a tensor on an asynchronous device."""
-        if self._row is None:
-            # A number at once where that costs nothing; from a device it is read when all shards are launched.
-            found = loss.detach().double() if is_asynchronous(loss.device) else loss.item()
-            weighted = found * weight
-            if isinstance(weight, Tensor):
-                weighted = torch.where(weight > 0, weighted, 0.0)
-            self._losses[shard] = weighted, weight
-            return
-        self._row.add_loss(shard, loss, weight)
-        self._losses[shard] = 0.0, ON_DEVICE if isinstance(weight, Tensor) else weight
+    def fill_in(self, step: CurrentStep, parts: Sequence[StepPart]) -> Rows:
+        """Return the table with the numbers of this worker alone (local)."""
+        columns = list(chain.from_iterable(part.columns for part in parts))
+        of_shards = list(chain.from_iterable(part.shard_columns for part in parts))
+        start, end = self._world.rank * len(columns), self._world.world_size * len(columns)
+        numbers: list[float | Tensor] = [0.0] * (end + len(of_shards) * self._num_shards)
+        for place, column in enumerate(columns, start):
+            if column.is_of_failed or not step.failure:
+                numbers[place] = column.read(step)
+        if not step.failure:
+            for place, of_shard in enumerate(of_shards):
+                for shard, number in of_shard.read().items():
+                    numbers[end + place * self._num_shards + shard] = number
+        return Rows(numbers, columns, of_shards, self._world)
 
-    def note_values(self, shard: int, count: int, names: int) -> None:
-        """Note how many values a shard has besides its loss, and a number for their names."""
-        if count:
-            self._values[shard] = count, names
+    def agree(self, step: CurrentStep, rows: Rows) -> None:
+        """Let the rows have the numbers of all workers (collective). [Note: the commit point]."""
+        numbers = [float(number) + 0.0 for number in rows.numbers]  # as where others add their 0.0 to a -0.0
+        try:
+            rows.numbers = self.exchange(numbers)
+        except GroupError as error:
+            if step.failure:
+                raise
+            rows.numbers = self.ask_others(error).numbers
+        step.rows = rows
 
-    def fill_in(self, batch: ShardedBatch, status: WorkerStatus, numbers: WorkerNumbers) -> None:
-        source = zlib.crc32(f"{batch.source} {batch.identity}".encode())
-        self._place = (batch.cursor.epoch, batch.cursor.step, source)
-        self._status, self._numbers = status, numbers
-
-    def fill_in_failure(self, failure: Failure, num_steps: int, written: int) -> None:
-        self._losses.clear()
-        self._values.clear()
-        self._status = WorkerStatus(failure=failure, num_steps=num_steps, written=written)
-        self._numbers = WorkerNumbers()
-
-    def exchange(self) -> StepSums:
-        """Return what all workers have filled in (collective). [Note: the commit point]."""
-        values = self._add_up(self._write_rows())
-        shards, workers = values[: self._num_shards], values[self._num_shards :]
-        return StepSums(
-            losses=tuple(row[0] for row in shards),
-            weights=tuple(row[1] for row in shards),
-            values=tuple((row[2], row[3]) for row in shards),
-            places=tuple(tuple(row[:3]) for row in workers),
-            statuses=tuple(_to_status(row[3:-3]) for row in workers),
-            options=tuple(row[-3] for row in workers),
-            parameters=tuple(row[-2] for row in workers),
-            may_be_nonfinite=not all(math.isfinite(row[-1]) for row in workers),
-        )
-
-    def _write_rows(self) -> list[list[float]]:
-        numbers, own = self._numbers, self._num_shards + self._world.rank
-        rows = [[0.0] * _NUM_COLUMNS for _ in range(self._num_shards + self._world.world_size)]
-        for shard, loss_and_weight in self._losses.items():
-            rows[shard][:2] = map(float, loss_and_weight)
-        for shard, count_and_names in self._values.items():
-            rows[shard][2:4] = count_and_names
-        # A number of the values is a tensor in few steps alone: those before which something has written parameters.
-        gradients = float(numbers.gradients) if self._row is None else 0.0
-        rows[own] = [*self._place, *_to_numbers(self._status), numbers.options, float(numbers.values), gradients]
-        return rows
-
-    def _add_up(self, rows: list[list[float]]) -> list[list[float]]:
+    def exchange(self, numbers: list[float]) -> Sequence[float]:
+        """Return the sums of all workers' numbers (collective)."""
         group = self._world.group
-        if group is None:
-            return rows
-        table = torch.tensor(rows, dtype=torch.float64)
-        if self._row is not None and not has_cpu_backend(group):  # then there is no other way, and reading it waits
-            table = table.to(self._row.device)
+        if group is None or self._world.world_size == 1:
+            return numbers
+        table = torch.tensor(numbers, dtype=torch.float64)
+        if not has_cpu_backend(group):  # then there is no other way, and reading it waits
+            table = table.to(self._device)
         dist.all_reduce(table, group=group)
-        values: list[list[float]] = table.tolist()
+        values: list[float] = table.tolist()
         raise_if_broken(group)  # a reduction that was ended because a rank was lost leaves any value
         return values
 
+    def answer(self, step: CurrentStep, planned: int) -> None:
+        """Exchange what parts have asked for, and give it to them (collective). [Note: the second exchange]."""
+        answers: dict[bool, list[list[Any]]] = {}
+        assert step.rows is not None
+        for may_raise in (True, False):
+            questions = [question for question in step.questions if question.may_raise is may_raise]
+            if questions:
+                answers[may_raise] = found = self._gather(questions, may_raise=may_raise)
+                for number, question in enumerate(questions):
+                    question.receive([each[number] for each in found])
+        self.agreement = StepAgreement(numbers=step.rows.numbers, answers=answers, planned=planned)
 
-def _to_numbers(status: WorkerStatus) -> tuple[float, ...]:
-    last_requested = status.last_requested
-    flags = status.has_nested_backward, status.written, status.has_new_layout, status.stop_requested, status.has_hooks
-    place = last_requested.epoch, last_requested.step
-    return float(status.failure), status.num_steps, status.seconds, *place, *flags, status.planned, status.end_requested
+    def _gather(self, questions: Sequence[_Question], *, may_raise: bool) -> list[list[Any]]:
+        if self._world.world_size == 1:
+            return [[question.send() for question in questions]]
+        purpose = " and ".join(dict.fromkeys(question.purpose for question in questions))
+        try:
+            return gather_results(self._world, lambda: [question.send() for question in questions], purpose)
+        except GroupError as error:
+            return self.ask_others(error).answers[may_raise]
 
 
-def _to_status(numbers: Sequence[float]) -> WorkerStatus:
-    failure, num_steps, seconds, epoch, step, has_nested_backward, written, has_new_layout, *flags = numbers
-    stop_requested, has_hooks, planned, end_requested = flags
-    return WorkerStatus(
-        failure=Failure(int(failure)),
-        num_steps=int(num_steps),
-        seconds=seconds,
-        last_requested=Cursor(int(epoch), int(step)),
-        has_nested_backward=bool(has_nested_backward),
-        written=int(written),
-        has_new_layout=bool(has_new_layout),
-        stop_requested=bool(stop_requested),
-        has_hooks=bool(has_hooks),
-        planned=int(planned),
-        end_requested=bool(end_requested),
-    )
+def _raise(error: GroupError) -> StepAgreement:
+    """Raise the error: there is no way to continue without a lost worker."""
+    raise error

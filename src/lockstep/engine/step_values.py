@@ -1,24 +1,28 @@
-"""What loss functions return besides the loss, averaged over the shards of a step.
+"""What loss functions return: the loss of each shard with its weight, and further values, averaged over the shards.
 
-    table     each shard's row says how many values it has, and a number for their names
-    values    one more message, only if a shard has some: of each shard and value, value * weight and weight
+    table    of each shard the loss and weight, how many values it has, a number for their names; and of each value
+             whose name is known, value * weight and weight
+    answers  the values of a step in which there are new names, in the second exchange; from the next step on the table
+             has a place for them, or the row on the device
 
-A row is written by one worker and zero on all others, and means are computed in the order of the tree: they have the
-same bits on any number of workers.
+Means are computed in the order of the tree: they have the same bits on any number of workers.
 """
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from numbers import Real
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm import World, calls_for, raise_if_broken
+from lockstep.data import ShardedBatch
+from lockstep.devices.transfer import is_asynchronous
+from lockstep.engine.batches import name_step
+from lockstep.engine.device_row import DeviceRow, RowValues
+from lockstep.engine.step_table import ON_DEVICE, CurrentStep, Rows, ShardColumn, StepPart, WeightedLosses
 from lockstep.errors import LossError
 from lockstep.shards import sum_in_tree_order
 
@@ -27,91 +31,161 @@ ShardValues = Mapping[str, tuple[float | Tensor, float | Tensor]]
 
 
 @final
-class StepValues:
-    """Averages the values of steps."""
+class ShardLosses(StepPart):
+    """The losses of the shards, and their weights; `row` gets what is on an asynchronous device."""
 
-    def __init__(self, world: World, num_shards: int, device: torch.device) -> None:
-        self._world = world
+    def __init__(self, row: DeviceRow | None) -> None:
+        self._row = row
+        self._losses: dict[int, float | Tensor] = {}
+        self._weights: dict[int, float | Tensor] = {}
+        self._columns = ShardColumn(lambda: self._losses), ShardColumn(lambda: self._weights)
+        self.shard_columns = self._columns
+
+    def begin(self, _step: CurrentStep) -> None:
+        self._losses, self._weights = {}, {}
+
+    def add(self, shard: int, loss: Tensor, weight: float | Tensor) -> None:
+        """Add the mean loss of a shard and its weight: more than zero, or a tensor on an asynchronous device."""
+        if self._row is None:
+            self._losses[shard], self._weights[shard] = _weighted(_exact(loss), weight), weight
+            return
+        self._row.add_loss(shard, loss, weight)
+        self._losses[shard], self._weights[shard] = 0.0, ON_DEVICE if isinstance(weight, Tensor) else weight
+
+    def check(self, step: CurrentStep, rows: Rows) -> None:
+        losses, weights = map(rows.of_shards, self._columns)
+        step.losses = WeightedLosses(losses, weights)
+        if not step.losses.has_weights_on_device:
+            step.problem = find_bad_loss(step.losses, step.batch)
+
+
+def _exact(value: Any) -> float | Tensor:
+    """Return a number in double precision, at once where that costs nothing; else it stays on its device."""
+    if isinstance(value, Tensor):
+        return value.detach().double() if is_asynchronous(value.device) else float(value.item())
+    return float(value)
+
+
+def _weighted(mean: float | Tensor, weight: float | Tensor) -> float | Tensor:
+    """Return mean * weight; 0 where the weight is, whatever the mean: it is one of nothing."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, mean * weight, 0.0)
+    return mean * weight if weight > 0 else 0.0
+
+
+def find_bad_loss(found: WeightedLosses, batch: ShardedBatch) -> str:
+    """Return which loss is not finite, in words; empty if none is. `LossError` if no loss has a weight."""
+    for shard, (loss, weight) in enumerate(zip(found.losses, found.weights, strict=True)):
+        if not (math.isfinite(loss) and math.isfinite(weight)):
+            rank = next(rank for rank, shards in enumerate(batch.ranges) if shard in shards)
+            return (
+                f"The loss of shard {shard}, run by rank {rank}, is {loss / weight if weight else loss} at "
+                f"{name_step(batch.cursor)}: the model has diverged, or a sample is not finite. Try a smaller "
+                'learning rate, or max_grad_norm; nonfinite="skip" leaves such steps out.'
+            )
+    if not any(weight > 0 for weight in found.weights):
+        raise LossError(
+            f"The summed weight of the losses is {found.weight} at {name_step(batch.cursor)}, expected more than "
+            "zero: no shard had anything to learn from. (LS507)"
+        )
+    return ""
+
+
+@final
+class StepValues(StepPart):
+    """Averages the values of steps; where there is a `row`, those whose names are known are in it."""
+
+    def __init__(self, num_shards: int, row: DeviceRow | None) -> None:
         self._num_shards = num_shards
-        self._device = device
-        self._names: dict[int, tuple[str, ...]] = {}
-        self._found: dict[int, ShardValues] = {}
+        self._row = row
+        self._found: dict[int, dict[str, tuple[float | Tensor, float | Tensor]]] = {}
+        self._numbers = ShardColumn(lambda: {shard: _number_of(each) for shard, each in self._found.items() if each})
+        self._names: dict[int, list[str]] = {}
+        self._places: dict[str, tuple[ShardColumn, ShardColumn]] = {}
+        self._of_step: list[str] = []
+        self._sums: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+        self.shard_columns = [self._numbers]
 
-    def begin(self) -> None:
-        self._found = {}
+    def begin(self, _step: CurrentStep) -> None:
+        self._found, self._sums, self._of_step = {}, {}, []
+        if self._row is not None:
+            self._row.begin(len(self._places))
 
-    def add(self, shard: int, values: ShardValues) -> tuple[int, int]:
-        """Add the values of a shard; return how many they are, and a number for their names (local)."""
+    def add(self, shard: int, values: ShardValues) -> None:
+        """Add the values of a shard (local)."""
         if not values:
-            return 0, 0
-        self._found[shard] = values
-        return len(values), _number_of(sorted(values))
+            return
+        self._found[shard] = found = {name: (_exact(mean), _exact(weight)) for name, (mean, weight) in values.items()}
+        if self._row is not None:
+            for place, name in enumerate(self._places):
+                if name in found:
+                    self._row.add_value(place, shard, _weighted(*found[name]), found[name][1])
 
-    def exchange(
-        self, found: Sequence[tuple[float, float]], weights: Sequence[float]
-    ) -> Callable[[], dict[str, float]] | None:
-        """Return what reads the means by name, which may wait for the device; None for none (collective if any).
-
-        `found` is what `add` has returned for each shard, on whichever worker; zeros for one that was not run.
-        `weights` are of the losses; 0 for a shard without samples.
-        """
-        if not any(count for count, _ in found):
-            return None
-        used = [shard for shard, (count, _) in enumerate(found) if count or weights[shard]]
+    def check(self, step: CurrentStep, rows: Rows) -> None:
+        numbers = rows.of_shards(self._numbers)
+        if not any(numbers):
+            return
+        used = [shard for shard, number in enumerate(numbers) if number or step.losses.weights[shard]]
         first = used[0]
-        odd = next((shard for shard in used if found[shard] != found[first]), None)
+        odd = next((shard for shard in used if numbers[shard] != numbers[first]), None)
         if odd is not None:
             raise LossError(
                 f"The loss function returned values of other names for shard {odd} than for shard {first}. Return the "
                 "same names for every slice; a value that a slice does not have gets weight 0: (0.0, 0). No parameter "
                 "was changed. (LS507)"
             )
-        names = self._find_names(int(found[first][1]))
-        sums = self._fill_in(names)
-        if self._world.group is not None:
-            with calls_for("adding up the values that the loss functions returned"):
-                dist.all_reduce(sums, group=self._world.group)
-            raise_if_broken(self._world.group)
-        return _Means(names, sums)
+        self._of_step = self._names.get(int(numbers[first]), [])
+        if not self._of_step:
+            step.ask("adding up the values that the loss functions returned", self._send, self._receive)
+        elif self._row is None:
+            for name in self._of_step:
+                sums, weights = map(rows.of_shards, self._places[name])
+                self._sums[name] = sums, weights
 
-    def _find_names(self, number: int) -> tuple[str, ...]:
-        """Return the names; a worker without a slice in this step has none (collective when they are new)."""
-        if number not in self._names:
-            mine = tuple(sorted(next(iter(self._found.values()), ())))
-            everywhere = self._world.gather_objects(mine)
-            self._names[number] = next(names for names in everywhere if names)
-        return self._names[number]
+    def means(self) -> Callable[[RowValues | None], dict[str, float]]:
+        """Return what computes the means of this step by name; it is given the values of the row, if there is one."""
+        names, sums, places = self._of_step, self._sums, list(self._places)
 
-    @torch.no_grad()
-    def _fill_in(self, names: Sequence[str]) -> Tensor:
-        sums = torch.zeros(self._num_shards, len(names), 2, dtype=torch.float64, device=self._device)
-        for shard, values in self._found.items():
-            for place, name in enumerate(names):
-                mean, weight = (torch.as_tensor(each, dtype=torch.float64).detach() for each in values[name])
-                mean, weight = mean.to(self._device), weight.to(self._device)
-                sums[shard, place, 0] = torch.where(weight > 0, mean * weight, 0.0)
-                sums[shard, place, 1] = weight
-        return sums
+        def compute(row: RowValues | None) -> dict[str, float]:
+            if row is None or sums:
+                return {name: _mean(*sums[name]) for name in names}
+            return {name: _mean(*row.values[places.index(name)]) for name in names}
+
+        return compute
+
+    def _send(self) -> dict[int, dict[str, tuple[float, float]]]:
+        return {
+            shard: {name: (float(_weighted(*each)), float(each[1])) for name, each in values.items()}
+            for shard, values in self._found.items()
+        }
+
+    def _receive(self, found: list[dict[int, dict[str, tuple[float, float]]]]) -> None:
+        """Take the values of this step, and let their names have a place in the table from the next one on."""
+        of_shards = {shard: values for each in found for shard, values in each.items()}
+        self._of_step = names = sorted(next(iter(of_shards.values())))
+        self._names[_number_of(names)] = names
+        for name in names:
+            if name not in self._places:
+                self._places[name] = self._make_columns(name)
+            pairs = [of_shards.get(shard, {}).get(name, (0.0, 0.0)) for shard in range(self._num_shards)]
+            sums, weights = zip(*pairs, strict=True)
+            self._sums[name] = sums, weights
+        if self._row is None:
+            self.shard_columns = [self._numbers, *chain.from_iterable(self._places.values())]
+
+    def _make_columns(self, name: str) -> tuple[ShardColumn, ShardColumn]:
+        def read() -> Iterator[tuple[int, tuple[float | Tensor, float | Tensor]]]:
+            return ((shard, values[name]) for shard, values in self._found.items() if name in values)
+
+        return (
+            ShardColumn(lambda: {shard: _weighted(*each) for shard, each in read()}),
+            ShardColumn(lambda: {shard: weight for shard, (_, weight) in read()}),
+        )
 
 
-@final
-@dataclass(slots=True)
-class _Means:
-    """Computes means when they are asked for, once; a dataclass, so that it may be sent to another worker."""
-
-    names: Sequence[str]
-    sums: Tensor | None
-    """Of each shard and value, value * weight and weight; None when the means are computed."""
-    means: dict[str, float] = field(default_factory=dict)
-
-    def __call__(self) -> dict[str, float]:
-        if self.sums is not None:
-            rows: list[list[list[float]]] = self.sums.tolist()
-            self.sums = None
-            for place, name in enumerate(self.names):
-                total, weight = (sum_in_tree_order([row[place][column] for row in rows]) for column in (0, 1))
-                self.means[name] = total / weight if weight else math.nan
-        return self.means
+def _mean(sums: Sequence[float], weights: Sequence[float]) -> float:
+    weight = sum_in_tree_order(weights)
+    return sum_in_tree_order(sums) / weight if weight else math.nan
 
 
 def check_values(values: Mapping[Any, Any], weight: float | Tensor) -> ShardValues:
@@ -133,5 +207,7 @@ def _is_number(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)  # NumPy's numbers too
 
 
-def _number_of(names: Sequence[str]) -> int:
-    return zlib.crc32("\n".join(names).encode())
+def _number_of(names: Iterable[str]) -> int:
+    """Return a number for names, which a float64 holds exactly; 0 for none alone."""
+    ordered = sorted(names)
+    return len(ordered) << 32 | zlib.crc32("\n".join(ordered).encode())

@@ -533,7 +533,7 @@ class Trainer:
                 trainer.save("run.ckpt")
                 return  # under ls.launch; in a script of lockstep run or torchrun: sys.exit(75)
         """
-        self._present.engine.stop_requested = True
+        self._present.engine.requests.stop_requested = True
 
     def request_end(self, reason: str, *, after_next_step: bool = False) -> None:
         """End the training, on every worker (local; for callbacks).

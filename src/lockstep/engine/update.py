@@ -21,8 +21,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.engine.external_steps import StepGuards
+from lockstep.engine.optimizers import separate_optimizers
 from lockstep.engine.run_state import RunState
+from lockstep.engine.shard_runs import ShardRuns
+from lockstep.engine.step_table import CurrentStep, Decision
 from lockstep.reduce.tensor_bits import sum_of_bits
+from lockstep.shards import derive_seed
 from lockstep.torch_private.modules import (
     forget_scaling,
     has_step_on_device,
@@ -38,10 +42,13 @@ _WRITTEN_BY_SCHEDULER = "The scheduler's state could not be put back."
 
 @final
 class Update:
-    def __init__(self, state: RunState, max_grad_norm: float | None, guards: StepGuards) -> None:
-        self._state = state
-        self._max_grad_norm = max_grad_norm
-        self._guards = guards
+    """Makes the updates of a trainer, `owner`, and lets nobody else step its optimizers."""
+
+    def __init__(self, runs: ShardRuns, owner: object) -> None:
+        self._state = state = runs.state
+        self._random = runs.random
+        self._max_grad_norm = runs.arguments.norm_limit
+        self._guards = StepGuards(separate_optimizers(state.optimizer), owner)
         self._parameters = list(state.model.parameters())
         self._counts_are_enough: dict[tuple[str, ...], bool] = {}
         self._has_updated_scaler = False
@@ -59,15 +66,22 @@ class Update:
             return False
         return self._updated_state is self._state.optimizer.state and self._updated >= self._with_gradient()
 
-    def apply(self, norm: Tensor | None, *, is_skipped: bool, is_bad: Tensor | None = None) -> None:
+    def close(self) -> None:
+        """Let others step the optimizers (local)."""
+        self._guards.remove()
+
+    def apply(self, step: CurrentStep, decision: Decision) -> None:
         """Clip, update and step the scheduler (local). An error has changed nothing, or marks the state as unusable.
 
-        With a scaler the norm is computed here, and written into `norm`. Where `is_bad` is true on the device, the
-        update is left out all the same; only where `can_be_left_out`.
+        With a scaler the norm is computed here, and written into that of the decision. Where that is bad on the device,
+        the update is left out all the same; only where `can_be_left_out`.
         """
-        if is_skipped:
+        purpose = f"update {step.update.name}" if step.update.name else "update"
+        self._random.seed(derive_seed(purpose, self._state.seed, step.batch.cursor.epoch, step.batch.cursor.step))
+        if decision.is_skipped:
             self._step_scheduler_alone()
             return
+        norm, is_bad = decision.norm, decision.is_bad
         chosen = self._state.chosen_optimizers
         counts_are_enough = self._counts_are_enough.get(chosen)
         before = _WriteRecord(self._state, self._parameters, reads_bits=counts_are_enough is None)

@@ -61,10 +61,6 @@ class WrittenParameterCheck:
             self._written = self._find(before)
         return min(self._written, default=0)
 
-    def forget(self) -> None:
-        """Find nothing until the next `begin` (local)."""
-        self._before, self._bits, self._written = None, None, []
-
     def put_back(self, world: World) -> list[str]:
         """Give written parameters the values of a worker that has not written them (collective).
 

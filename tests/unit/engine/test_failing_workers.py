@@ -124,7 +124,7 @@ def test_a_reduction_error_of_one_worker_is_sent_to_the_others(rank: int, where:
         run = Run(world)
 
         def spoil(loss: Tensor) -> Tensor:
-            gradients: Any = run.trainer.engine._gradients
+            gradients: Any = run.trainer.engine.runs.gradients
             if world.rank == rank and where == "table":
                 gradients.sum_for_finite_check = fail
             elif world.rank == rank:  # in the backward, when the buckets of this step are there
@@ -194,7 +194,7 @@ def test_a_worker_without_memory_lets_go_of_its_step_before_it_makes_the_calls_o
             held.append(weakref.ref(activations))
             raise error
 
-        gradients: Any = run.trainer.engine._gradients
+        gradients: Any = run.trainer.engine.runs.gradients
         fail = gradients.fail
 
         def fail_and_look(*arguments: Any) -> None:
@@ -214,7 +214,7 @@ def test_a_worker_without_memory_lets_go_of_its_step_before_it_makes_the_calls_o
 def test_an_error_that_cannot_be_sent_says_so() -> None:
     run = Run(None)
     batch = next(run.loader.epoch(0))
-    gradients: Any = run.trainer.engine._gradients
+    gradients: Any = run.trainer.engine.runs.gradients
 
     def fail(*_: Any) -> Tensor:
         raise RuntimeError("device-side assert triggered")

@@ -86,8 +86,8 @@ def test_an_engine_that_is_closed_holds_nothing_of_the_model_or_the_group() -> N
         run.finish()
         parameters = list(run.model.parameters())
         assert any(map(post_accumulate_grad_hooks, parameters))
-        reducer = weakref.ref(run.trainer.engine._gradients)
-        bucket = weakref.ref(run.trainer.engine._gradients._reducer.buckets[0])
+        reducer = weakref.ref(run.trainer.engine.runs.gradients)
+        bucket = weakref.ref(run.trainer.engine.runs.gradients._reducer.buckets[0])
         run.trainer.close()
         assert run.trainer.engine.phase is StepPhase.CLOSED
         assert bucket() is None
@@ -131,7 +131,7 @@ def test_a_reduction_that_fails_changes_nothing_and_the_step_can_be_taken_with_t
         group: Any = world.group
         if world.rank == 1:
             faults.in_the_loss(2)(run)
-            gradients: Any = run.trainer.engine._gradients
+            gradients: Any = run.trainer.engine.runs.gradients
             gradients.fail = lambda *_given: group.abort()  # as if killed
         with pytest.raises(RuntimeError, match=r"the loss function has failed|abort"):
             run.trainer.step(batches[1])

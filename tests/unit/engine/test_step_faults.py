@@ -12,6 +12,9 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.comm import World
+from lockstep.engine import step_engine
+from lockstep.engine.shard_runs import ShardRuns
+from lockstep.engine.step_table import Column, CurrentStep, Rows, ShardColumn, StepPart
 
 ON_ONE: dict[str, tuple[Fault, str]] = {
     "prepare: a changed model": (faults.in_a_changed_model, "last.bias is no longer trained"),
@@ -294,7 +297,7 @@ def test_a_step_that_fails_before_it_has_recorded_anything_changes_nothing(
         fails = world.rank == world.world_size - 1
         with monkeypatch.context() as patch:
             if fails:
-                patch.setattr(run.trainer.engine._random, "save", faults.fail)
+                patch.setattr(run.trainer.engine.runs.random, "save", faults.fail)
             with pytest.raises((faults.InjectedError, ls.ReductionError)) as caught:
                 run.trainer.step(batches[number])
         return str(caught.value), differences(before, run.everything()), run.finish()
@@ -326,3 +329,88 @@ def test_a_parameter_that_every_worker_has_written_needs_a_checkpoint(workers: i
         assert "Every rank has written last.bias, which cannot be put back: load a checkpoint on every rank" in said
         assert "had written to last.bias. " in again
         assert digest == undisturbed()
+
+
+# -- A part of a step --------------------------------------------------------------------------------------------------
+
+
+class Counted(StepPart):
+    """Has a part in everything that a step does; notes what was called, and fails where it is told to."""
+
+    def __init__(self, runs: ShardRuns) -> None:
+        self.calls: list[str] = []
+        self.fails_in = ""
+        self._rank = Column(int, lambda _: 10 + runs.world.rank)
+        self._of_failed = Column(int, lambda _: 20 + runs.world.rank, is_of_failed=True)
+        self._shards = ShardColumn(lambda: {shard: 30 + shard for shard in runs.losses._losses})
+        self.columns, self.shard_columns = (self._rank, self._of_failed), (self._shards,)
+        self._first = next(runs.state.model.parameters())
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if self.fails_in == name:
+            raise faults.InjectedError("the part has failed")
+
+    def begin(self, step: CurrentStep) -> None:
+        self._call("begin")
+
+    def check(self, step: CurrentStep, rows: Rows) -> None:
+        self._call(f"{list(rows[self._rank])} {list(rows[self._of_failed])} {list(rows.of_shards(self._shards))}")
+        step.ask("asking", lambda: self.calls[0], lambda found: self._call(" ".join(found)))
+
+    def change_gradients(self, step: CurrentStep) -> None:
+        self._call("change")
+        self._first.grad.mul_(0.5)
+
+    def commit(self, step: CurrentStep) -> None:
+        self._call("commit")
+
+    def undo(self, step: CurrentStep) -> None:
+        self._call("undo")
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_engine, "STEP_PARTS", (*step_engine.STEP_PARTS, Counted))
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_part_of_ones_own_has_a_part_in_every_step_and_in_what_becomes_of_one_that_fails(workers: int) -> None:
+    def program(world: World) -> tuple[list[str], str]:
+        run = Run(world)
+        part = run.trainer.engine.part(Counted)
+        batches = run.loader.epoch(0)
+        run.trainer.step(next(batches))
+        if world.rank == world.world_size - 1:
+            faults.in_the_loss(1)(run)
+        with pytest.raises(Exception, match="the loss function has failed"):
+            run.trainer.step(next(batches))
+        return part.calls, run.finish()
+
+    answers = run_ranks(workers, program)
+    ranks, of_failed = [10 + rank for rank in range(workers)], [20 + rank for rank in range(workers)]
+    step = ["begin", f"{ranks} {of_failed} [30.0, 31.0, 32.0, 33.0]", "change", " ".join(["begin"] * workers), "commit"]
+    for calls, digest in answers:
+        assert calls == [*step, "begin", "undo", *step * 4]
+        assert digest == answers[0][1] != undisturbed()
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("moment", ["begin", "change"])
+def test_a_part_that_fails_fails_the_step_on_all_workers(moment: str) -> None:
+    def program(world: World) -> tuple[str, list[str], list[str]]:
+        def fail_in_part(run: Run) -> Any:
+            part = run.trainer.engine.part(Counted)
+            part.calls.clear()
+            part.fails_in = moment
+            return lambda: setattr(part, "fails_in", "")
+
+        run = Run(world)
+        said, changed = fail_once(run, fail_in_part, is_armed=moment == "change" or world.rank == 1)
+        return said, changed, run.trainer.engine.part(Counted).calls
+
+    for said, changed, calls in run_ranks(2, program):
+        assert "the part has failed" in said
+        assert changed == []
+        assert calls[-1] == "undo"

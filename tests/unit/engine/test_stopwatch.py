@@ -2,14 +2,14 @@
 
 import pytest
 
-from lockstep.engine.stopwatch import RecordedShards
+from lockstep.engine.balance import Stopwatch
 from lockstep.recording import EventKind, WorkerRecorder
 
 
 def measured(moments: dict[int, tuple[int, int]], last_gradient_ns: int = 0) -> float:
     recorder = WorkerRecorder()
     recorder.moments = lambda number: moments.get(number, (0, 0))
-    stopwatch = RecordedShards(recorder, lambda: last_gradient_ns)
+    stopwatch = Stopwatch(recorder, lambda: last_gradient_ns)
     stopwatch.start()
     for number in moments:
         stopwatch.begin_shard(number)
@@ -32,7 +32,7 @@ def test_what_is_not_known_is_0(moments: dict[int, tuple[int, int]]) -> None:
 
 def test_a_step_does_not_count_the_shards_of_the_one_before() -> None:
     recorder = WorkerRecorder()
-    stopwatch = RecordedShards(recorder, lambda: 0)
+    stopwatch = Stopwatch(recorder, lambda: 0)
     for _ in range(2):
         stopwatch.start()
         for shard in range(3):

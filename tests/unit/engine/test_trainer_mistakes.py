@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep as ls
-from lockstep.comm import current_world
 from lockstep.data import ShardedLoader
 from lockstep.engine import Trainer
 from lockstep.engine.batches import check_sync_batchnorm
@@ -422,9 +421,9 @@ def test_tiny_numbers_that_become_zero_are_in_the_fingerprint() -> None:
 
 
 def test_a_world_of_one_compares_nothing() -> None:
-    training = make()
-    comparison = WorkerComparison(training._state, current_world(), training.engine._buffers)
-    assert current_world().world_size == 1
+    trainer = make()
+    comparison = trainer.engine.part(WorkerComparison)
+    assert trainer.world.world_size == 1
     assert (comparison.options_number(), comparison.values_number()) == (0, 0)
 
 
