@@ -133,9 +133,10 @@ class RunState:
             self.optimizer.num_updates = number
 
     def updates_made(self) -> dict[str, Callable[[], StepOutcome]]:
-        """Return what reads the outcomes of the updates of the present step that were made, by name; to be added to.
+        """Return what reads the outcomes of the updates of the present step that were made, by name.
 
-        They outlast an engine: a step that has failed after some of them is continued, and its loss may be theirs.
+        The caller adds each update. They outlast an engine: a step that has failed after some of them is continued, and
+        its loss may be theirs.
         """
         if not self.num_updates:
             self._updates_made = {}

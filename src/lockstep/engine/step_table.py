@@ -173,7 +173,7 @@ class Decision:
     is_skipped: bool
     """Whether parameters, buffers and optimizer stay as they are."""
     is_bad: Tensor | None
-    """On the device, whether they stay as they are all the same; None where the host knows that they do not."""
+    """A truth value on the device that decides the same, where the host does not know; else None."""
     read: Callable[[], StepOutcome]
 
 

@@ -74,7 +74,7 @@ class Update:
         """Clip, update and step the scheduler (local). An error has changed nothing, or marks the state as unusable.
 
         With a scaler the norm is computed here, and written into that of the decision. Where that is bad on the device,
-        the update is left out all the same; only where `can_be_left_out`.
+        the device leaves the update out; only where `can_be_left_out`.
         """
         purpose = f"update {step.update.name}" if step.update.name else "update"
         self._random.seed(derive_seed(purpose, self._state.seed, step.batch.cursor.epoch, step.batch.cursor.step))

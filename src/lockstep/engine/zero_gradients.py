@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def zero_over_parameters(loss: Tensor) -> Tensor | None:
-    """Return a zero whose backward gives zeros to the parameters that a loss depends on; None for none (local)."""
+    """Return a zero whose backward gives zeros to the parameters that a loss depends on, if it has some (local)."""
     zeros = [leaf.sum() * 0.0 for leaf in _find_leaves(loss)]
     if not zeros:
         return None

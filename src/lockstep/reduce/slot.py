@@ -131,7 +131,7 @@ class Slot:
             self.parameter.grad = self.place
 
     def take_second(self) -> None:
-        """Take in that the gradient was added to since it was taken; where it lies in its bucket, it was so there."""
+        """Note that something was added to the gradient since it was taken; one in its bucket has it already."""
         if not self.lies_in_bucket and not self.is_small:
             self.adopt()
 

@@ -70,7 +70,7 @@ class WatchedSteps:
         self._has_warned = False
 
     def know(self, named: Sequence[tuple[str, nn.Parameter]], ignored: Sequence[nn.Parameter]) -> None:
-        """Say which parameters the model has, and which of its are not its wrapper's business (local)."""
+        """Note the parameters of the model, and those of them that the wrapper leaves to others (local)."""
         self.optimizers.forget_parameters()
         self.names = {id(parameter): name for name, parameter in named}
         self._ignored = set(map(id, ignored))
