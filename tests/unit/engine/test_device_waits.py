@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.asynchronous_device import asynchronous_device
+from tests.support.fake_device import FakeDevice
 from tests.support.threaded_ranks import run_ranks
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -276,3 +277,31 @@ def test_an_error_on_one_worker_is_an_error_of_the_same_step_on_all(rank: int, o
         assert len(said) == 1
         assert "the loss has failed" in said[0]
         assert digest == undisturbed[0]
+
+
+def test_further_values_of_the_loss_travel_in_the_row_and_are_those_of_a_cpu() -> None:
+    def with_values(model: nn.Module, batch: list[Tensor]) -> dict[str, Any]:
+        loss, number = mean_loss(model, batch), len(batch[0])
+        values = {"loss": loss, "double": 2 * loss.detach(), "number": (number, len(batch[0]))}
+        return {**values, "late": (loss.detach(), (batch[0][:, 0] > 0).sum())} if model.training else values
+
+    def train(run: Training, device: FakeDevice | None) -> list[dict[str, float]]:
+        results = []
+        for number, batch in enumerate(run.loader.epoch(0)):
+            run.model.train(number != 1)  # a name that comes, goes and comes again
+            with device.no_blocking_reads() if device is not None and number >= STEADY_STEP else nullcontext():
+                results.append(run.trainer.step(batch))
+        return [dict(result.values) for result in results]
+
+    def program(world: World) -> list[dict[str, float]]:
+        with asynchronous_device() as device:
+            return train(Training(world, device.name, fused, with_values), device)
+
+    expected = run_ranks(1, lambda world: train(Training(world, "cpu", fused, with_values), None))[0]
+    assert [set(values) for values in expected[:3]] == [
+        {"double", "number", "late"},
+        {"double", "number"},
+        {"double", "number", "late"},
+    ]
+    for workers in (1, 2, 3):
+        assert run_ranks(workers, program) == [expected] * workers
