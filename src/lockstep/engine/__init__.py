@@ -18,9 +18,9 @@ from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import Loss
 from lockstep.engine.state_file import LoadedState
 from lockstep.engine.step_engine import StepEngine, StepPhase
-from lockstep.engine.step_place import StepPlace
 from lockstep.engine.step_result import StepResult
 from lockstep.engine.trainer import Trainer
+from lockstep.engine.user_function import StepPlace
 
 __all__ = [
     "LoadedState",

@@ -1,4 +1,10 @@
-"""What a loss function may return."""
+"""What a loss function may return.
+
+[Note: a shard that has nothing to learn from] In a plain loop samples of weight zero are in the batch like others: the
+parameters that they use have a gradient, of zeros if nothing else uses them, and an optimizer with weight decay or
+momentum updates these. The shard's own mean is often one of nothing, 0 / 0, whose backward gives NaN. So it is replaced
+by a sum of zeros over the same parameters.
+"""
 
 import math
 from collections.abc import Mapping
@@ -77,6 +83,18 @@ def gradient_of_loss(loss: Tensor, weight: float | Tensor, num_samples: int) -> 
     return (weight.double() / num_samples).to(torch.promote_types(loss.dtype, torch.float32)).to(loss.dtype)
 
 
+def zero_over_parameters(loss: Tensor) -> Tensor | None:
+    """Return a zero whose backward gives zeros to the parameters that a loss depends on, if it has some (local).
+
+    [Note: a shard that has nothing to learn from].
+    """
+    zeros = [leaf.sum() * 0.0 for leaf in _find_leaves(loss)]
+    if not zeros:
+        return None
+    first, *others = (zero.to(dtype=loss.dtype, device=loss.device) for zero in zeros)
+    return sum(others, start=first)
+
+
 def _read_weight(weight: Any, shard: int) -> float | Tensor:
     # Plain numbers first: to ask for a protocol takes longer than all else here.
     is_number = isinstance(weight, (int, float, SupportsFloat)) and not (
@@ -99,3 +117,20 @@ def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
     return f"a {type(value).__name__}"
+
+
+def _find_leaves(loss: Tensor) -> list[Tensor]:
+    """Return the leaves of a graph that require a gradient, in the order in which they are found."""
+    found: list[Tensor] = []
+    seen = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # of AccumulateGrad
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        waiting.extend(following for following, _ in node.next_functions)
+    return found

@@ -15,18 +15,16 @@ from lockstep.engine.arguments import TrainerArguments
 from lockstep.engine.balance import Stopwatch
 from lockstep.engine.buffers import ShardZeroBuffers
 from lockstep.engine.device_row import DeviceRow
-from lockstep.engine.losses import begin_backward_at, gradient_of_loss, read_loss
+from lockstep.engine.losses import begin_backward_at, gradient_of_loss, read_loss, zero_over_parameters
 from lockstep.engine.optimizers import UpdateSpec
 from lockstep.engine.own_generators import OwnGenerators
 from lockstep.engine.parameter_hooks import ParameterHooks
 from lockstep.engine.random_states import RandomStates
 from lockstep.engine.run_state import RunState
 from lockstep.engine.side_effects import LeftState, StateChanges, warn_of_state
-from lockstep.engine.step_place import StepPlace
 from lockstep.engine.step_table import CurrentStep
 from lockstep.engine.step_values import ShardLosses, StepValues
-from lockstep.engine.user_function import EXPLAINED_ERRORS, UserFunction
-from lockstep.engine.zero_gradients import zero_over_parameters
+from lockstep.engine.user_function import EXPLAINED_ERRORS, StepPlace, UserFunction
 from lockstep.processes.reproducibility import reseed_generators
 from lockstep.recording import NO_EVENT, EventKind, own_recorder
 from lockstep.reduce import ShardReducer, TrainedModel

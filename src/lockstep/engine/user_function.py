@@ -1,15 +1,18 @@
 """Calling the loss function, or a metric, for one slice."""
 
+import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 from torch import nn
 
 from lockstep.engine.own_generators import OwnGenerators
-from lockstep.engine.step_place import StepPlace, takes_place
 from lockstep.errors import LossError
 from lockstep.torch_private.compiler import is_compiler_error
 
+_PLACE = "place"
+"""The name of the parameter that gets it."""
 _REMEDIES = {
     "No working C++ compiler": (
         "torch.compile writes C++ for the CPU, and this machine has no C++ compiler that works. Install g++ (Debian, "
@@ -69,13 +72,37 @@ _CANNOT_COMPILE = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlace:
+    """Which shard of which step a loss function computes: `def loss(model, batch, place)`.
+
+        def loss(model: nn.Module, batch: tuple[Tensor, Tensor], place: ls.StepPlace) -> Tensor:
+            strength = min(1.0, place.global_step / 1000)
+            return strength * loss_fn(model, batch)
+
+    It takes the place of a counter, which would count the shards that this worker runs and so depend on the number of
+    workers. All numbers count from 0.
+    """
+
+    epoch: int
+    """The epoch."""
+    step: int
+    """The step in the epoch."""
+    global_step: int
+    """How many steps of the run were taken before, those of earlier epochs included."""
+    shard: int
+    """The shard. What depends on it depends on `num_shards`, not on the number of workers."""
+    num_shards: int
+    """How many shards the run has."""
+
+
 @final
 class UserFunction:
     """Calls a function with the model and a slice, and seeds the generators that both hold."""
 
     def __init__(self, function: Callable[..., Any], generators: OwnGenerators) -> None:
         self.generators = generators
-        self.takes_place = takes_place(function)
+        self.takes_place = _takes_place(function)
         self.function = function
 
     def __call__(self, model: nn.Module, data: Any, place: StepPlace | None = None) -> Any:
@@ -110,6 +137,14 @@ class ExplainedErrors:
 
 EXPLAINED_ERRORS: Final = ExplainedErrors()
 """It has no state, so one is enough."""
+
+
+def _takes_place(function: Callable[..., Any]) -> bool:
+    try:
+        parameter = inspect.signature(function).parameters.get(_PLACE)
+    except (TypeError, ValueError):  # a built-in without a signature
+        return False
+    return parameter is not None and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
 
 
 def _find_remedy(error: Exception) -> str | None:
