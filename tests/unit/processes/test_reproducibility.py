@@ -1,5 +1,6 @@
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,8 +43,9 @@ def draw_from_each() -> list[float]:
 @pytest.mark.parametrize("draws_between", [True, False])
 @pytest.mark.parametrize("generator", [np.random.MT19937, np.random.PCG64])
 def test_kept_states_are_put_back(num_draws: int, draws_between: bool, generator: type) -> None:
-    before = np.random.get_bit_generator()
-    np.random.set_bit_generator(generator(3))
+    numpys: Any = np.random
+    before = numpys.get_bit_generator()
+    numpys.set_bit_generator(generator(3))
     try:
         seed_generators(5)
         for _ in range(num_draws):
@@ -68,7 +70,7 @@ def test_kept_states_are_put_back(num_draws: int, draws_between: bool, generator
             seed_generators(9)
             assert [draw_from_each() for _ in other] == other
     finally:
-        np.random.set_bit_generator(before)
+        numpys.set_bit_generator(before)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
