@@ -103,6 +103,7 @@ def seen() -> list[Seen]:
 
     def can_take(port: int) -> bool:
         with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # with which it got the port
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
@@ -153,6 +154,24 @@ def test_the_launcher_listens_on_no_port(seen: list[Seen]) -> None:
 
 def test_nobody_can_take_the_port_meanwhile(seen: list[Seen]) -> None:
     assert not any(found.can_take_port for found in seen)
+
+
+def test_a_function_may_make_a_store_of_its_own_at_the_port() -> None:
+    def meet(run: ls.Run) -> list[float]:
+        found = []
+        ls.destroy_process_group()
+        for make in (dist.init_process_group, ls.init_process_group):
+            make("gloo")
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            found.append(total.item())
+            dist.barrier()
+            dist.destroy_process_group()
+        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, run.rank == 0)
+        found.append(float(store.add("n", 0)))
+        return found
+
+    assert ls.launch(meet, devices=CPU2) == [[2.0, 2.0, 0.0]] * 2
 
 
 def test_a_second_group_in_a_worker_is_explained(seen: list[Seen]) -> None:

@@ -217,12 +217,12 @@ def _call_once(
         template.is_usable()  # where Ctrl-C still interrupts
     with ExitStack() as stack:
         stack.enter_context(forwarding)
-        master_port = stack.enter_context(reserved_port())
+        reserved = stack.enter_context(reserved_port())
         server = ChannelServer()
         stack.callback(server.close)
         stack.push(_exit_quickly_after_failure)
         with sigint_held_back():
-            pool = WorkerPool(server, template, can_stop=settings.stop is not None)
+            pool = WorkerPool(server, template, reserved.fileno(), can_stop=settings.stop is not None)
             stack.callback(pool.stop)
         recording = new_recording(settings.recording)
         pool.recorder = stack.enter_context(launch_recorded(recording, len(placement.devices)))
@@ -231,7 +231,7 @@ def _call_once(
             rank=0,
             world_size=len(placement.devices),
             device="",
-            master_port=master_port,
+            master_port=reserved.getsockname()[1],
             threads=settings.threads_per_worker,
             seed=settings.seed,
             parent_pid=os.getpid(),

@@ -54,17 +54,16 @@ class Rendezvous:
 
 
 @contextmanager
-def reserved_port() -> Iterator[int]:
+def reserved_port() -> Iterator[socket.socket]:
     """Reserve a loopback port that the kernel picks, for a store that workers may open themselves.
 
-    The launcher holds a socket that is bound but does not listen. The kernel gives the port to no program that asks for
-    any free port, but to a store, which asks for this one and sets SO_REUSEADDR.
+    The socket is bound but does not listen, so no other program gets the port. A store can listen there while
+    SO_REUSEADDR is set on this socket, also in a process that has inherited it; the store sets it on its own, too.
     """
     with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Without such an address, as with IPv6 alone, no store can be opened; groups over channels need none.
         reserved.bind((LOOPBACK if has_loopback_address() else "", 0))
-        yield reserved.getsockname()[1]
+        yield reserved
 
 
 @contextmanager
@@ -80,8 +79,9 @@ def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
     if not has_loopback():
         print_message(f"lockstep: warning: {NO_LOOPBACK} Groups of shared memory work without it.")
     if num_workers == 1 or not has_loopback_address():
-        with reserved_port() as port:
-            yield Rendezvous(port, is_served=False)
+        with reserved_port() as reserved:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # processes of the script do not inherit it
+            yield Rendezvous(reserved.getsockname()[1], is_served=False)
         return
     with socket.socket() as listener:
         listener.bind((LOOPBACK, 0))

@@ -29,6 +29,7 @@ from lockstep.processes.host import keep_freed_memory, keep_temporary_files_in
 from lockstep.processes.reproducibility import seed_generators
 from lockstep.recording import open_recorder, own_recorder
 from lockstep.settings import write_place
+from lockstep.torch_private.groups import RESERVED_PORT
 
 _LAST_CALLS_SECONDS = 2.0
 """After the function has returned: how long this worker waits for the others before it sends an exit notice."""
@@ -36,7 +37,9 @@ _LOOK_SECONDS = 0.02
 """How often a worker that has returned looks whether the others need it, because one is lost."""
 
 
-def main(task_pipe: BinaryIO, report_descriptor: int, launcher_pipe: int, channel_descriptor: int) -> None:
+def main(
+    task_pipe: BinaryIO, report_descriptor: int, launcher_pipe: int, channel_descriptor: int, port_descriptor: int
+) -> None:
     """Run one worker from start to end; the search path, which comes first in `task_pipe`, was read already."""
     try:
         task: WorkerTask = pickle.loads(task_pipe.read())  # noqa: S301 - from our parent, over a pipe only we hold
@@ -46,6 +49,7 @@ def main(task_pipe: BinaryIO, report_descriptor: int, launcher_pipe: int, channe
     # Ctrl-C reaches every process of the terminal. Workers ignore it, from the first line of `_BOOTSTRAP` on. Only the
     # launcher reacts to it.
     _keep_from_children(report_descriptor, launcher_pipe)
+    RESERVED_PORT.hold(port_descriptor)
     die_with_parent(task.parent_pid)
     may_exit = threading.Event()
     threading.Thread(target=_watch_launcher, args=(launcher_pipe, may_exit), daemon=True).start()

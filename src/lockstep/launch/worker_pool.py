@@ -48,7 +48,7 @@ _BOOTSTRAP = """
 import gc, json, os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-down, up, life, channel = map(int, sys.argv[1:5])
+down, *descriptors = map(int, sys.argv[1:])
 stream = os.fdopen(down, "rb")
 search_path = stream.readline()
 if not search_path.endswith(b"\\n"):  # the launcher was interrupted before it sent it
@@ -58,7 +58,7 @@ gc.disable()
 from lockstep.launch.worker import main
 gc.freeze()
 gc.enable()
-main(stream, up, life, channel)
+main(stream, *descriptors)
 """
 
 
@@ -68,10 +68,14 @@ class WorkerPool:
 
     `can_stop`: they handle requests to stop, which are signals; until they do, these are blocked. `is_stopping`: they
     were sent a signal that stops them; `is_terminating`: it was SIGTERM. `failure`: why the launch has failed.
+    `reserved_port` is the descriptor of a socket that holds a port for them.
     """
 
-    def __init__(self, server: ChannelServer, template: WorkerTemplate | None, *, can_stop: bool) -> None:
+    def __init__(
+        self, server: ChannelServer, template: WorkerTemplate | None, reserved_port: int, *, can_stop: bool
+    ) -> None:
         self._server = server
+        self._reserved_port = reserved_port
         self._template = template
         self._can_stop = can_stop
         self._sessions = Sessions()
@@ -102,7 +106,7 @@ class WorkerPool:
             down_read, down_write = os.pipe()
             up_read, up_write = os.pipe()
             # -P: the current directory, where others may write, is not searched for the modules of _BOOTSTRAP.
-            descriptors = (down_read, up_write, self._launcher_pipe, channel)
+            descriptors = (down_read, up_write, self._launcher_pipe, channel, self._reserved_port)
             command = [sys.executable, "-P", "-c", _BOOTSTRAP, *map(str, descriptors)]
             variables = {**_variables(task), **device.variables()}
             try:

@@ -2,12 +2,15 @@
 
 import functools
 import inspect
+import os
+import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final, final
 
 import torch
 from torch.distributed import (
@@ -17,8 +20,11 @@ from torch.distributed import (
     PrefixStore,
     ProcessGroup,
     Store,
+    TCPStore,
     distributed_c10d,
 )
+
+from lockstep.processes.forking import call_in_children
 
 _VALIDATE, _PING = 0, 13
 _MAGIC = 0x3C85F7CE
@@ -26,6 +32,51 @@ _MAGIC = 0x3C85F7CE
 
 AnyFuture: type = torch._C.Future
 """The class of every future, `torch.futures.Future` and what `then` of a future from C++ returns alike."""
+
+
+@final
+class ReservedPort:
+    """A port that this process' launcher holds, and a TCPStore of this process may listen at.
+
+    For: a store that a function makes itself, at the port that nobody else can take meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+
+    def hold(self, descriptor: int) -> None:
+        """Take over the launcher's socket, and let each TCPStore that listens use its port (local)."""
+        os.set_inheritable(descriptor, False)
+        self._socket = socket.socket(fileno=descriptor)
+        call_in_children(self._let_go)
+        make = TCPStore.__init__
+
+        def make_where_nobody_is(self_: TCPStore, *args: Any, **kwargs: Any) -> None:
+            is_master = kwargs.get("is_master", args[3] if len(args) > 3 else False)  # noqa: PLR2004 - its place
+            with self.opened() if is_master else nullcontext():
+                make(self_, *args, **kwargs)
+
+        TCPStore.__init__ = make_where_nobody_is  # type: ignore[method-assign]
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let a socket of this process be bound to the port within the block, if there is one."""
+        if self._socket is None:
+            yield
+            return
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            yield
+        finally:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+
+    def _let_go(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+RESERVED_PORT: Final = ReservedPort()
 
 
 def list_groups() -> list[ProcessGroup]:

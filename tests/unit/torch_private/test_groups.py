@@ -1,5 +1,6 @@
 """What we rely on of torch's process groups; each assertion says what breaks without it. One process is enough."""
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from lockstep.torch_private.groups import (
     AnyFuture,
     GroupRequest,
+    ReservedPort,
     abort_device_backends,
     backend_of,
     count_calls,
@@ -237,3 +239,22 @@ def test_a_group_counts_its_collectives() -> None:
 def test_the_backend_of_the_cpu_is_not_aborted() -> None:
     abort_device_backends(default_group())
     dist.all_reduce(torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # it is open until the worker ends
+def test_a_store_listens_at_a_reserved_port_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    # `ls.launch`: its port could be taken by whoever sets SO_REUSEADDR, or by nobody, also not by the function.
+    monkeypatch.setattr(dist.TCPStore, "__init__", dist.TCPStore.__init__)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        ReservedPort().hold(held.dup().detach())
+        for _ in range(2):
+            with socket.socket() as stranger:
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                with pytest.raises(OSError, match="in use"):
+                    stranger.bind(("127.0.0.1", port))
+            store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+            store.set("key", "value")
+            assert dist.TCPStore("127.0.0.1", port, is_master=False).get("key") == b"value"
+            del store

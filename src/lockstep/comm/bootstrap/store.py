@@ -29,7 +29,7 @@ from lockstep.processes.ending import start_thread_left_alone
 from lockstep.processes.host import NO_LOOPBACK, has_loopback
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.settings import WorldVariables
-from lockstep.torch_private.groups import greeting
+from lockstep.torch_private.groups import RESERVED_PORT, greeting
 
 _BACKLOG = 2048
 """As torch's own."""
@@ -246,8 +246,9 @@ def listen_for_store(host: str, port: int) -> socket.socket | None:
     listener = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6)  # noqa: PLR2004 - IPv4
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((str(address), port))
-        listener.listen(_BACKLOG)
+        with RESERVED_PORT.opened():
+            listener.bind((str(address), port))
+            listener.listen(_BACKLOG)
     except OSError:
         listener.close()
         return None
