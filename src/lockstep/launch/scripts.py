@@ -208,7 +208,8 @@ class _ScriptWorker:
 
     def describe_exit(self, killer: str) -> str:
         if self.exit_code is None:
-            return f"raised an exception, and still ran {RAISED_SECONDS:g} s later: {self.holds_up} held it up"
+            when = f"{RAISED_SECONDS:g} s later" if self.is_given_up else "when another had failed"
+            return f"raised an exception, and still ran {when}: {self.holds_up} held it up"
         return describe_exit(self.exit_code, killer=killer, place=self.place)
 
     def is_consequence(self) -> bool:
@@ -222,7 +223,9 @@ class _ScriptWorker:
         return find_traceback(self.stderr.text())
 
     def failed_at(self) -> float:
-        """Return when it wrote its last traceback, because exiting may take long after that; else when it ended."""
+        """Return when it raised or wrote its last traceback, because exiting may take long; else when it ended."""
+        if self.raised_at < math.inf:
+            return self.raised_at
         traceback_at = self.stderr.traceback_at if self.stderr is not None else None
         if traceback_at is None or (self.exit_code or 0) < 0 or self.ended_at - traceback_at > _TRACEBACK_SECONDS:
             return self.ended_at
@@ -341,6 +344,7 @@ class _ScriptWorkerPool:
         failed = [worker for worker in self._workers if worker.has_failed()]
         if not failed:
             return Ending(0, "")
+        failed += [worker for worker in self._workers if worker not in failed and worker.raised_at < math.inf]
         failed.sort(key=lambda worker: (worker.is_consequence(), worker.failed_at()))
         first = failed[0]
         # The relays have printed what the workers wrote.

@@ -107,6 +107,9 @@ while not (os.path.exists("0") and os.path.exists("1")):
     pass
 if os.environ["RANK"] == "1":
     raise ValueError("boom")
+if "fails" in sys.argv:
+    threading.Event().wait(1)  # a connection that the other one has closed
+    os._exit(5)
 """
 
 
@@ -127,6 +130,18 @@ def test_a_worker_that_has_raised_and_is_held_up_by_a_thread_is_the_failure(
     assert "ValueError: boom" in ending.message
     assert "worker 0" not in ending.message
     assert "Worker 1 has raised the exception above and still runs" in capfd.readouterr().err
+
+
+def test_a_worker_that_has_raised_is_the_cause_though_another_one_ends_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "held.py").write_text(HELD)
+    monkeypatch.chdir(tmp_path)
+    program = python_program("held.py", is_module=False)
+    placement = Placement(devices=(CPU, CPU), reason="")
+    ending = run_script(ScriptJob(program=program, arguments=("fails",), placement=placement))
+    assert "Worker 1 failed first: raised an exception, and still ran when another had failed" in ending.message
+    assert "Failed after it, probably because of it: worker 0 (ended with exit code 5)" in ending.message
 
 
 def test_a_worker_that_handles_its_exception_has_not_raised(tmp_path: Path) -> None:
