@@ -36,7 +36,6 @@ _MOST_LETTERS: Final = 600
 _BETWEEN: Final = "; "
 _LAYOUT: Final = "tensors of layout "
 _LAYOUT_KEY: Final = "lockstep/layout/"
-_CODE: Final = " (LS201)"
 _KIND: Final = attrgetter("dtype", "shape", "device")
 
 
@@ -65,7 +64,8 @@ class TensorLayout:
             difference = self._name_difference(error.calls)
             if not difference:
                 raise
-            explained = CollectiveMismatchError(f"{str(error).removesuffix(_CODE)} {difference}{_CODE}")
+            text = str(error).removesuffix(" (LS201)")
+            explained = CollectiveMismatchError(f"{text} {difference} (LS201)")
             explained.calls = error.calls
             raise explained from error
 
@@ -79,7 +79,7 @@ class TensorLayout:
         raise CollectiveMismatchError(
             f"Rank {source} of the group broadcasts other tensors than rank {own} overwrites with them. {difference} "
             "Make tensors of the same names, shapes and dtypes on every rank, in the same order. Nothing was "
-            f"overwritten.{_CODE}"
+            "overwritten. (LS201)"
         )
 
     def _name_difference(self, calls: Mapping[int, bytes]) -> str:

@@ -34,7 +34,7 @@ _NESTED = (
     "This process was to meet others at an address that the script has chosen, where no process serves the rendezvous: "
     "the script starts its own workers, as torch.multiprocessing.spawn does, but lockstep run has started it several "
     "times. Start the script once, with `python {}` or with --workers 1; or let it call init_process_group in the "
-    "process that lockstep run starts, which has RANK and WORLD_SIZE."
+    "process that lockstep run starts, which has RANK and WORLD_SIZE. (LS606)"
 )
 """Else all would wait for half an hour: they inherit TORCHELASTIC_USE_AGENT_STORE."""
 
