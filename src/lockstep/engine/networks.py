@@ -123,8 +123,12 @@ class NetworksPart(StatePart):
         return list(self.networks.values())
 
     def tensors(self) -> Mapping[str, Tensor]:
+        values = {
+            network: {name: each for name, each in state.items() if isinstance(each, Tensor)}
+            for network, state in self.save().get("networks", {}).items()
+        }
         found: dict[str, Tensor] = {}
-        encode_state(self.save().get("networks", {}), NETWORKS_PREFIX, found)
+        encode_state(values, NETWORKS_PREFIX, found)  # by the names that they have in a file
         return found
 
     def describe(self) -> Description:
