@@ -587,8 +587,8 @@ def test_what_outlives_the_function_is_named(
 ) -> None:
     # The launch took half a minute and killed the worker without a word; of the exception nothing was seen but an
     # OSError of our own: the forked process had the worker's pipes no more.
-    monkeypatch.setattr(worker_pool, "_SLOW_TEARDOWN_SECONDS", 0.1)
-    monkeypatch.setattr(worker_pool, "_TEARDOWN_SECONDS", 1.0)
+    monkeypatch.setattr(worker_pool, "SLOW_END_SECONDS", 0.1)
+    monkeypatch.setattr(worker_pool, "TEARDOWN_SECONDS", 1.0)
     said = tmp_path / "said"
 
     def leave_something(run: ls.Run) -> int:

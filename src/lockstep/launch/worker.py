@@ -50,6 +50,7 @@ def main(
     # launcher reacts to it.
     _keep_from_children(report_descriptor, launcher_pipe)
     RESERVED_PORT.hold(port_descriptor)
+    call_in_children(RESERVED_PORT.let_go)
     die_with_parent(task.parent_pid)
     may_exit = threading.Event()
     threading.Thread(target=_watch_launcher, args=(launcher_pipe, may_exit), daemon=True).start()

@@ -24,8 +24,6 @@ from torch.distributed import (
     distributed_c10d,
 )
 
-from lockstep.processes.forking import call_in_children
-
 _VALIDATE, _PING = 0, 13
 _MAGIC = 0x3C85F7CE
 """The first bytes that a client of torch's TCPStore sends."""
@@ -48,7 +46,6 @@ class ReservedPort:
         """Take over the launcher's socket, and let each TCPStore that listens use its port (local)."""
         os.set_inheritable(descriptor, False)
         self._socket = socket.socket(fileno=descriptor)
-        call_in_children(self._let_go)
         make = TCPStore.__init__
 
         def make_where_nobody_is(self_: TCPStore, *args: Any, **kwargs: Any) -> None:
@@ -56,7 +53,7 @@ class ReservedPort:
             with self.opened() if is_master else nullcontext():
                 make(self_, *args, **kwargs)
 
-        TCPStore.__init__ = make_where_nobody_is  # type: ignore[method-assign]
+        TCPStore.__init__ = make_where_nobody_is  # type: ignore[assignment,method-assign]
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -70,7 +67,8 @@ class ReservedPort:
         finally:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Close the socket: a forked child has no part in it (local)."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
