@@ -30,9 +30,14 @@ def note(path: Path, text: str) -> None:
     beside.rename(path)
 
 
+@torch.no_grad()
+def move_teacher(teacher: nn.Sequential, model: nn.Sequential) -> None:
+    for mine, other in zip(teacher[0].parameters(), model[-1].parameters(), strict=True):
+        mine.lerp_(other[:, :8] if other.ndim > 1 else other, 0.1)
+
+
 def train(folder: Path, last: int | None) -> tuple[int, str]:
     """Train to a step, or to one that a file names; return it and the digest."""
-
     torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3))  # beside the model: its buffers move in each forward
 
@@ -40,11 +45,6 @@ def train(folder: Path, last: int | None) -> tuple[int, str]:
         with torch.no_grad():
             hint = teacher(batch[0])
         return nn.functional.cross_entropy(model(batch[0]) + hint, batch[1])
-
-    @torch.no_grad()
-    def move_teacher() -> None:
-        for mine, other in zip(teacher[0].parameters(), model[-1].parameters(), strict=True):
-            mine.lerp_(other[:, :8] if other.ndim > 1 else other, 0.1)
 
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -57,7 +57,7 @@ def train(folder: Path, last: int | None) -> tuple[int, str]:
     while True:
         for batch in loader.epoch(trainer.cursor.epoch, trainer.cursor.step):
             trainer.step(batch)
-            move_teacher()
+            move_teacher(teacher, model)
             step, world = trainer.global_step, trainer.world
             if (folder / f"hang-{os.getpid()}").exists():
                 threading.Event().wait()
