@@ -20,6 +20,7 @@ LAYERS = (
     "events",
     "torch_private",
     "processes",
+    "held_objects",
     "recording",
     "doctor",
     "channel",
@@ -72,8 +73,17 @@ EFFECTS = {
 }
 PRIVATE_NAMES = "lockstep.torch_private"
 """The package that alone may use names which torch does not promise."""
-PYTHONS_NAMES = {"_Unpickler", "_abc_caches_clear", "_config", "_current_frames", "_exit", "_getframe", "_is_owned"}
-"""Attributes of Python's own library: of pickle, abc, multiprocessing, sys, os and an RLock."""
+PYTHONS_NAMES = {
+    "_Unpickler",
+    "_abc_caches_clear",
+    "_config",
+    "_current_frames",
+    "_exit",
+    "_getframe",
+    "_is_owned",
+    "_replace",
+}
+"""Attributes of Python's own library: of pickle, abc, multiprocessing, sys, os, an RLock and a named tuple."""
 NAMES_IN_FILES = {
     "lockstep.checkpoint.interop.distributed": {"_get_layout"},
     "lockstep.checkpoint.interop.names": {"_orig_mod"},

@@ -27,8 +27,8 @@ for name in sys.argv[1:]:
 """
 WITHOUT_TORCH = {
     "": (
-        "__main__ channel checkpoint cli devices doctor errors events explanations launch plugins processes recipes "
-        "recording report runs secrets settings shards version"
+        "__main__ channel checkpoint cli devices doctor errors events explanations held_objects launch plugins "
+        "processes recipes recording report runs secrets settings shards version"
     ),
     "channel": "client server table",
     "checkpoint": "atomic_write interop step_files throttle",

@@ -360,6 +360,15 @@ PREPARED = {
         ),
         f"{MADE}trainer.step(batch)\n",
     ),
+    "LS532": (
+        "",
+        (
+            "model = type('Bank', (nn.Module,), {'forward': forward})()\n"
+            "model.layer = nn.Linear(8, 3)\nmodel.register_buffer('rows', torch.zeros(128, 3))\n"
+            f"optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n{MADE}trainer.step(batch)\n"
+            "if 'write_rows' in globals():\n    write_rows(model, batch, 1)\n    assert model.rows.any(1).sum() == 32\n"
+        ),
+    ),
     "LS704": (
         "import random\n",
         (

@@ -1,4 +1,4 @@
-"""A number for the contents of a data set, which distinguishes two of one length; the random generators that it holds.
+"""A number for the contents of a data set, which distinguishes two of one length.
 
 Loading a sample may be slow, so tensors in torch's own containers are read where they are. Of another data set a few
 samples are loaded, in a random state of their own. Where they differ between ranks, so do all others as a rule: files
@@ -6,22 +6,11 @@ in the order of `os.listdir`, a vocabulary that was built from a set.
 
 [Note: equal contents] Hosts may differ in how they round: floating-point numbers enter as a sum and a sum of squares,
 of which three digits count. The path of a file may differ from host to host, and does not enter.
-
-The state of a generator such as `self.rng = np.random.default_rng(0)` advances from sample to sample, so a sample would
-depend on which process loaded which samples before. Like the global generators they are seeded for each sample. The
-search covers the data set's attributes and what those hold (transforms, wrapped data sets, partials, closures), and the
-global names that its `__getitem__` and the `__call__` or `forward` of its transforms mention. It is limited, because it
-is repeated for each slice.
 """
 
-import random
-import sys
 import types
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -29,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from lockstep.shards import derive_seed
 from lockstep.torch_private.modules import byte_view
 
 OTHER_DATA = (
@@ -48,12 +36,6 @@ _MAX_STACKED = 4096
 _BYTES = (bytes, bytearray)
 _NUMBERS = (bool, int, complex, type(None))
 _CODE = (type, types.ModuleType, types.FunctionType)
-_NUM_OBJECTS = 256
-"""The most objects that a search visits."""
-_NUM_ITEMS = 32
-"""The most items visited of a list or a dictionary: a longer one holds data."""
-_CALLED = ("__getitem__", "__getitems__", "__call__", "forward")
-_OPAQUE = (type, types.ModuleType, Tensor, str, bytes, int, float, complex, type(None))
 
 
 def content_number(dataset: Dataset[object]) -> int:
@@ -175,93 +157,3 @@ def _some_bytes(tensor: Tensor) -> bytes:
 def evenly_spaced(length: int) -> list[int]:
     places = {number * (length - 1) // _NUM_READ for number in range(_NUM_READ + 1)}
     return sorted(places) if length else []
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnGenerator:
-    """A random generator that a data set holds: torch's, NumPy's (of either kind) or Python's."""
-
-    path: str
-    """The attribute path to it; each path gets another seed."""
-    generator: Any
-
-    def seed(self, seed: int) -> None:
-        own = derive_seed(f"generator {self.path}", seed)
-        if isinstance(self.generator, torch.Generator):
-            self.generator.manual_seed(own)
-        elif isinstance(self.generator, random.Random):
-            self.generator.seed(own)
-        elif hasattr(self.generator, "bit_generator"):
-            bits = self.generator.bit_generator
-            bits.state = type(bits)(own).state
-        else:
-            self.generator.seed(own % 2**32)
-
-    def keep_state(self) -> Callable[[], object]:
-        """Return a function that restores the present state."""
-        if isinstance(self.generator, torch.Generator):
-            return partial(self.generator.set_state, self.generator.get_state())
-        if isinstance(self.generator, random.Random):
-            return partial(self.generator.setstate, self.generator.getstate())
-        if hasattr(self.generator, "bit_generator"):
-            bits = self.generator.bit_generator
-            return partial(setattr, bits, "state", bits.state)
-        return partial(self.generator.set_state, self.generator.get_state())
-
-
-def find_generators(root: object) -> list[OwnGenerator]:
-    """Return the generators that an object holds, itself or in what it holds; the nearest ones first."""
-    kinds = generator_kinds()  # `issubclass`, because torch's classes answer `isinstance` in Python
-    found: list[OwnGenerator] = []
-    seen: set[int] = set()
-    waiting: deque[tuple[str, object]] = deque([] if issubclass(type(root), _OPAQUE) else [("", root)])
-    while waiting and len(seen) < _NUM_OBJECTS:
-        path, value = waiting.popleft()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if issubclass(type(value), kinds):
-            found.append(OwnGenerator(path=path, generator=value))
-        else:
-            parts = _named_parts(value, kinds)
-            waiting.extend((f"{path}.{name}", part) for name, part in parts if not issubclass(type(part), _OPAQUE))
-    return found
-
-
-def generator_kinds() -> tuple[type, ...]:
-    numpy = sys.modules.get("numpy")
-    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-    return (torch.Generator, random.Random, *of_numpy)
-
-
-def _named_parts(value: object, kinds: tuple[type, ...]) -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict):
-        # Not the text of any key: an object's has its address, which is another one in each process, and that of a
-        # parameter, as an optimizer's state has for keys, its values.
-        for number, (key, part) in enumerate(islice(value.items(), _NUM_ITEMS)):
-            yield str(key) if isinstance(key, str | int) else str(number), part
-    elif isinstance(value, list | tuple):
-        yield from ((str(number), part) for number, part in enumerate(value[:_NUM_ITEMS]))
-    elif isinstance(value, partial):
-        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
-    elif isinstance(value, types.MethodType):
-        yield from (("self", value.__self__), ("func", value.__func__))
-    elif isinstance(value, types.FunctionType):
-        yield from _parts_of_function(value, kinds)
-    else:
-        yield from islice(getattr(value, "__dict__", {}).items(), _NUM_ITEMS)
-        methods = (getattr(type(value), name, None) for name in _CALLED)
-        for method in methods:
-            if isinstance(method, types.FunctionType):
-                yield from _parts_of_function(method, kinds)
-
-
-def _parts_of_function(function: types.FunctionType, kinds: tuple[type, ...]) -> Iterator[tuple[str, object]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # a name that has no value yet
-            continue
-    for name in function.__code__.co_names:
-        if issubclass(type(value := function.__globals__.get(name)), kinds):
-            yield name, value

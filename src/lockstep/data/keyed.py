@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from lockstep.data.contents import OwnGenerator, find_generators
+from lockstep.data.generators import OwnGenerator, OwnGenerators
 from lockstep.errors import LockstepError
 from lockstep.processes.reproducibility import keep_host_states, seed_host_generators
 from lockstep.shards import derive_seed
@@ -96,6 +96,7 @@ class KeyedDataset(Dataset[Any]):
         self._dataset = dataset
         self._collate = collate
         self._are_samples = are_samples
+        self._own = OwnGenerators([("", (dataset, collate))])
 
     def __getitems__(self, keys: SliceKeys) -> Any:
         """Make one collated slice; the name is that of DataLoader's protocol for whole batches."""
@@ -108,12 +109,12 @@ class KeyedDataset(Dataset[Any]):
         return self._make_keyed(keys)
 
     def _make_keyed(self, keys: SliceKeys) -> Any:
-        own = self._find_own()
+        own = self._own.find()
         with _generators_restored(own):
             try:
                 samples = keys.items() if self._are_samples else self._make_all(keys, own)
-                if not self._are_samples and len(found := self._find_own()) > len(own):
-                    own = found  # they were made by the first sample
+                if not self._are_samples and self._own.has_made():  # by the first sample, as a rule
+                    own = self._own.find()
                     samples = self._make_all(keys, own)
             except LockstepError as error:
                 return FailedSlice(error)
@@ -131,9 +132,6 @@ class KeyedDataset(Dataset[Any]):
         except Exception as error:
             error.add_note(f"These samples of the data set do not make a batch: {_listed(keys.indices())}.")
             raise
-
-    def _find_own(self) -> list[OwnGenerator]:
-        return find_generators((self._dataset, self._collate))
 
     def _make(self, seed: int, item: Any, index: int, own: Sequence[OwnGenerator]) -> Any:
         _seed(seed, own)
@@ -177,13 +175,13 @@ class RandomState:
 
     def __init__(self, seed: int, root: object) -> None:
         self._seed = seed
-        self._root = root
+        self._own = OwnGenerators([("", root)])
         self._states: list[Callable[[], object]] | None = None
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Set the generators to the states in which they were left; put back at the end what they were before."""
-        own = find_generators(self._root)
+        own = self._own.find()
         before = _keep_states(own)
         try:
             if self._states is None:

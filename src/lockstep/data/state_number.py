@@ -11,8 +11,6 @@ dictionary of numbers and texts, or of tuples, lists or dictionaries of these, i
 Generators of random numbers do not count: they are seeded for each sample, see `keyed.py`.
 """
 
-import dis
-import functools
 import hashlib
 import mmap
 import os
@@ -26,7 +24,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lockstep.data.contents import evenly_spaced, generator_kinds
+from lockstep.data.contents import evenly_spaced
+from lockstep.data.generators import generator_kinds
+from lockstep.held_objects import contents_of, global_names
 from lockstep.processes.user_line import LIBRARIES
 from lockstep.torch_private.modules import version_of
 
@@ -180,22 +180,10 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[object]:
     if _is_library(function.__code__.co_filename):
         return
     yield from (function.__defaults__, function.__kwdefaults__, function.__dict__)
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # a name that has no value yet
-            yield None
-    for name in _global_names(function.__code__):
+    yield from map(contents_of, function.__closure__ or ())
+    for name in global_names(function.__code__):
         if name in function.__globals__:
             yield name, function.__globals__[name]
-
-
-@functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Return the global names that a function reads; `co_names` has those of attributes, too."""
-    found = {str(each.argval) for each in dis.get_instructions(code) if each.opname.startswith("LOAD_GLOBAL")}
-    inner = (_global_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
-    return tuple(sorted(found.union(*inner)))
 
 
 def _parts_of_class(kind: type) -> Iterator[object]:

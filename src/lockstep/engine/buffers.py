@@ -102,6 +102,10 @@ class ShardZeroBuffers(StepPart):
         if not is_last:
             self._before.put_back()
 
+    def begin_shard_again(self) -> None:
+        """Let the buffers be those of the step's begin, during a shard that begins anew (local)."""
+        self._before.put_back()
+
     @contextmanager
     def of_step_begin(self) -> Iterator[None]:
         with BufferSnapshot(self._parts).kept():

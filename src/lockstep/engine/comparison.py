@@ -20,9 +20,9 @@ from torch import Tensor
 from lockstep.comm import World
 from lockstep.data import ShardedBatch, ShardedLoader, Slice
 from lockstep.data.contents import slice_number
+from lockstep.data.generators import generators_of_training
 from lockstep.engine.batches import gather_results, name_step
 from lockstep.engine.networks import TRAINED_MODELS
-from lockstep.engine.own_generators import OwnGenerators
 from lockstep.engine.random_states import RandomStates
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import ShardRuns
@@ -158,7 +158,7 @@ def verify(
     before it, and on every worker. Then the step is taken. At the end everything is put back.
     """
     state.check_usable()
-    random = RandomStates(OwnGenerators(state.model, state.plan.losses))
+    random = RandomStates(generators_of_training(state.model, state.plan.losses))
     random.save()
     begin = state.cursor
     batches = zip(

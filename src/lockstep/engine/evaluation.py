@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from lockstep.comm import World
 from lockstep.data import OTHER_DATA, ShardedBatch, ShardedLoader, Slice
+from lockstep.data.generators import generators_of_training
 from lockstep.devices.transfer import to_device
 from lockstep.engine.averaging import weights_in_place
 from lockstep.engine.batches import check_world, gather_results
 from lockstep.engine.buffer_snapshot import BufferSnapshot, buffer_parts
-from lockstep.engine.own_generators import OwnGenerators
-from lockstep.engine.reached_networks import find_networks
+from lockstep.engine.networks import find_networks
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import seed_slice
 from lockstep.engine.user_function import UserFunction
@@ -125,7 +125,7 @@ class SliceCalls:
     def __init__(self, state: ModelOfRun, function: Metric | Any, *, is_training: bool = False) -> None:
         self._state = state
         self._is_training = is_training
-        self._function = UserFunction(function, OwnGenerators(state.model, function))
+        self._function = UserFunction(function, generators_of_training(state.model, function))
         # Modules without parameters, that the function alone uses, are where it counts something.
         found = find_networks([function], state.model).values()
         used = [each for each in found if next(each.parameters(), None) is not None]
@@ -149,12 +149,15 @@ class SliceCalls:
             module.training = training
 
     def __call__(self, batch: ShardedBatch, part: Slice) -> Any:
-        self._put_back_modes()
-        self._state.model.train(self._is_training)
-        self._buffers.put_back()
-        seed_slice("evaluate", self._state.seed, batch, part)
+        def begin() -> Any:
+            self._put_back_modes()
+            self._state.model.train(self._is_training)
+            self._buffers.put_back()
+            seed_slice("evaluate", self._state.seed, batch, part)
+            return to_device(part.data, self._state.device)
+
         with self._state.autocast():
-            return self._function(self._state.model, to_device(part.data, self._state.device))
+            return self._function(self._state.model, begin(), begin_again=begin)
 
 
 def _predict(model: nn.Module, data: Any) -> tuple[Any, Any]:

@@ -1,10 +1,17 @@
-"""What is done with the networks that the losses use beside the model: a part of the state of the run.
+"""Networks that a loss function uses beside the model, such as a teacher: a part of the state of the run.
+
+The trainer does not train them. But a forward may write their buffers, and the loss function may write their
+parameters, as an average of weights; then the result would depend on who runs which shard. So their buffers are treated
+as the model's are ([Note: buffers of shard 0]), writes to their parameters are refused, and their values are compared
+between workers. They are searched for when an engine is made (`lockstep.held_objects`), among what the functions
+mention. An object may hold others too: an average that rank 0 alone has.
 
 [Note: networks of several trainers] Such a network may be the model of another trainer, as the other half of a GAN.
 That trainer compares its parameters in its steps; and where it has taken steps or loaded a state, a load here leaves
 them as they are.
 """
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.manifest import NETWORKS_PREFIX, encode_state
-from lockstep.engine.reached_networks import find_networks
 from lockstep.engine.state_parts import (
     State,
     StatePart,
@@ -25,9 +31,13 @@ from lockstep.engine.state_parts import (
     warn_of_unsaved_buffers,
 )
 from lockstep.errors import CheckpointError
+from lockstep.held_objects import Walk
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce.model import Description
 from lockstep.reduce.tensor_bits import sum_of_bits
+
+_UNNAMED = frozenset({"", "self", "func", "keywords"})
+"""Steps of a path that say nothing about what a network is called."""
 
 
 @final
@@ -132,7 +142,9 @@ class NetworksPart(StatePart):
         return found
 
     def describe(self) -> Description:
-        return {f"the network {name} that the loss uses": _number_of(each) for name, each in self.networks.items()}
+        return {
+            f"the network {name} that the loss uses": number_of_values(each) for name, each in self.networks.items()
+        }
 
     def compared(self) -> Mapping[str, Tensor]:
         if not self.parameters:
@@ -205,7 +217,26 @@ class TrainedModels:
 TRAINED_MODELS: Final = TrainedModels()
 
 
-def _number_of(network: nn.Module) -> str:
+def find_networks(functions: Sequence[Any], model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with parameters or buffers that functions use and that are not within the model, by name.
+
+    Where two have one name, as in the loss functions of two optimizers, a number tells them apart.
+    """
+    own = set(model.modules())
+    found: dict[str, nn.Module] = {}
+    for held in Walk([("", function) for function in functions], stops_at=(nn.Module,), only_used=True):
+        value = held.value
+        if not isinstance(value, nn.Module) or value in own or any(value is each for each in found.values()):
+            continue
+        if own <= set(value.modules()) or next(itertools.chain(value.parameters(), value.buffers()), None) is None:
+            continue
+        path = ".".join(step for step in held.path.split(".") if step not in _UNNAMED) or type(value).__name__
+        numbered = itertools.chain([path], (f"{path} ({number})" for number in itertools.count(2)))
+        found[next(name for name in numbered if name not in found)] = value
+    return found
+
+
+def number_of_values(network: nn.Module) -> str:
     tensors = [
         each for each in (*network.parameters(), *network.buffers()) if each.numel() and each.layout is torch.strided
     ]

@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 
-from lockstep.engine.own_generators import OwnGenerators
+from lockstep.data.generators import OwnGenerators
 from lockstep.engine.step_table import CurrentStep, StepPart
 from lockstep.processes.reproducibility import reseed_generators
 

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -10,24 +11,28 @@ from torch import Tensor, nn
 from lockstep.comm import World
 from lockstep.data import ShardedBatch, Slice
 from lockstep.data.batch import ErrorPlace
+from lockstep.data.generators import generators_of_training
 from lockstep.devices.transfer import InputCopies, is_asynchronous, to_device
 from lockstep.engine.arguments import TrainerArguments
 from lockstep.engine.balance import Stopwatch
 from lockstep.engine.buffers import ShardZeroBuffers
 from lockstep.engine.device_row import DeviceRow
 from lockstep.engine.losses import begin_backward_at, gradient_of_loss, read_loss, zero_over_parameters
+from lockstep.engine.networks import find_networks
 from lockstep.engine.optimizers import UpdateSpec
-from lockstep.engine.own_generators import OwnGenerators
 from lockstep.engine.parameter_hooks import ParameterHooks
 from lockstep.engine.random_states import RandomStates
 from lockstep.engine.run_state import RunState
-from lockstep.engine.side_effects import LeftState, StateChanges, warn_of_state
+from lockstep.engine.shard_notices import buffers_of_users, warn_of_compared_samples, warn_of_row_writes
+from lockstep.engine.side_effects import StateWatch
 from lockstep.engine.step_table import CurrentStep
 from lockstep.engine.step_values import ShardLosses, StepValues
 from lockstep.engine.user_function import EXPLAINED_ERRORS, StepPlace, UserFunction
+from lockstep.errors import LossError
 from lockstep.processes.reproducibility import reseed_generators
 from lockstep.recording import NO_EVENT, EventKind, own_recorder
 from lockstep.reduce import ShardReducer, TrainedModel
+from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.shards import ShardTask, derive_seed
 from lockstep.torch_private.autograd import run_backward
 from lockstep.torch_private.modules import tree_leaves, version_of
@@ -56,7 +61,7 @@ class ShardRuns:
         self.buffers = ShardZeroBuffers(state.kept_modules(), world, state.device)
         self.gradients = ShardReducer(trained, world, state.num_shards, arguments.bucket_limits)
         self.gradients.send_besides(self.buffers.start_sending)
-        self.random = RandomStates(OwnGenerators(state.model, losses[0] if len(losses) == 1 else losses))
+        self.random = RandomStates(generators_of_training(state.model, losses[0] if len(losses) == 1 else losses))
         self.losses = ShardLosses(self.row)
         self.values = StepValues(state.num_shards, self.row)
         self.hooks = ParameterHooks(trained.trained, world)
@@ -68,6 +73,8 @@ class ShardRuns:
             self.stopwatch = Stopwatch(self._recorder, lambda: gradients.last_gradient_ns, device)
             self.gradients.on_last_gradient(self.stopwatch.last_gradient)
         self._functions: dict[str, UserFunction] = {}
+        self._watches: dict[str, StateWatch] = {}
+        self._watch = StateWatch(state.model, _no_loss)
         self._loss, self._purpose = UserFunction(_no_loss, self.random.own), "shard"
         self._copies = InputCopies(state.device)
 
@@ -75,7 +82,8 @@ class ShardRuns:
         """Let the loss function of an update be called from here on (local)."""
         if update.name not in self._functions:
             self._functions[update.name] = UserFunction(update.loss, self.random.own)
-        self._loss = self._functions[update.name]
+            self._watches[update.name] = StateWatch(self.state.model, update.loss)
+        self._loss, self._watch = self._functions[update.name], self._watches[update.name]
         self._purpose = f"shard {update.name}" if update.name else "shard"
 
     def run(self, step: CurrentStep) -> None:
@@ -86,27 +94,36 @@ class ShardRuns:
             stopwatch.start()
         slices = {part.shard: part for part in batch.slices}
         inputs = self._copy_inputs([slices[task.shard] for task in tasks if task.shard in slices])
-        before = LeftState(self.state.model, [self._loss.function]) if step.is_new_kind else None
+        self._watch.begin()
         for number, task in enumerate(tasks, start=1):
             event = NO_EVENT
             if task.shard in slices:
                 part, data = slices[task.shard], next(inputs)
-                versions = _versions_of(part.data) if number == 1 and before is not None else ()
                 event = self._recorder.begin(EventKind.SHARD, part.shard, part.num_samples, 0)
                 if stopwatch is not None:
                     stopwatch.begin_shard(event)
+                versions = _versions_of(part.data) if self._watch.is_looking else ()
+                looks = part.shard == 0 and self._watch.is_first and batch.num_shards > 1
+                written = {name: each.clone() for name, each in self._buffers_of_users().items()} if looks else {}
                 with ErrorPlace(batch.cursor, part.shard, part.indices):
-                    loss = self._run_shard(batch, part, task, data)
-                if number == 1 and before is not None:
-                    # On the worker of shard 0 alone: a loss that calls collectives would wait for the others. What is
-                    # certain is looked for on all, for a forward may do otherwise on some data, or some rank.
-                    can_repeat = part.shard == 0 and versions == _versions_of(part.data)
-                    self._look_for_state(before, loss, batch, part, can_repeat=can_repeat)
-            if number < len(tasks):  # the end of the last one waits for others
+                    loss = self._run_shard(batch, part, task, data, looks=looks)
+                if written:
+                    warn_of_row_writes(written, self._buffers_of_users(), part.num_samples, batch.num_shards)
+                self._watch.end_shard()
+            is_last = number == len(tasks)
+            if not is_last:  # the end of the last one waits for others
                 self.gradients.end(task)
                 self.buffers.end_shard(task.shard, is_last=False)
                 if stopwatch is not None:
                     stopwatch.end_shard(number)
+            if self._watch.has_changes:
+                # On the worker of shard 0 alone: a loss that calls collectives would wait for the others. What is
+                # certain is looked for on all, for a forward may do otherwise on some data, or some rank.
+                can_repeat = part.shard == 0 and self.state.num_shards > 1 and versions == _versions_of(part.data)
+                other = next((each for each in batch.slices if each.shard != part.shard), part)
+                # Until the end of a shard its gradients wait, and the number of its backward is looked at.
+                compute = partial(self._compute_again, batch, has_gradients=self._watch.is_first and not is_last)
+                self._watch.judge(loss, partial(compute, part), partial(compute, other), can_repeat=can_repeat)
             self._recorder.end(event)
 
     def end_last(self, step: CurrentStep) -> None:
@@ -122,10 +139,17 @@ class ShardRuns:
             present, upcoming = upcoming, next(started, None)
             yield self._copies.finish(present)
 
-    def _run_shard(self, batch: ShardedBatch, part: Slice, task: ShardTask, data: Any) -> Tensor:
+    def _buffers_of_users(self) -> dict[str, Tensor]:
+        model = self.state.model
+        return buffers_of_users({"": model, **find_networks([self._loss.function], model)})
+
+    def _run_shard(self, batch: ShardedBatch, part: Slice, task: ShardTask, data: Any, *, looks: bool) -> Tensor:
         """Run one shard's forward and backward; return its loss, without a graph."""
         found = read_loss(self.call_loss(batch, part, data), part)
         loss, weight = found.loss, found.weight
+        if looks:
+            function = self._loss.function
+            warn_of_compared_samples(self.state.model, function, loss, part.num_samples, batch.num_shards)
         self.values.add(part.shard, found.values)
         if isinstance(weight, Tensor) or weight > 0:
             self.losses.add(part.shard, loss, weight)
@@ -145,21 +169,20 @@ class ShardRuns:
                 root.backward(gradient)
         return loss.detach()
 
-    def _look_for_state(
-        self, before: LeftState, loss: Tensor, batch: ShardedBatch, part: Slice, *, can_repeat: bool
-    ) -> None:
-        """Warn of state that the first shard has left behind; `before` was seen before it."""
-        changes = before.changes()
-        matters = False
-        if changes.possible and self.state.num_shards > 1 and can_repeat:
-            after = LeftState(self.state.model, [self._loss.function])
-            with self.buffers.of_step_begin():
-                # Containers anew: the loss function may have taken items out of its own.
-                data = to_device(part.data, self.state.device)
-                again = read_loss(self.call_loss(batch, part, data), part).loss.detach()
-            matters = not torch.equal(loss.reshape(-1).view(torch.uint8), again.reshape(-1).view(torch.uint8))
-            after.put_back([*changes.certain, *changes.possible])
-        warn_of_state(changes if matters else StateChanges(certain=changes.certain, possible=()))
+    def _compute_again(self, batch: ShardedBatch, part: Slice, *, has_gradients: bool) -> list[Tensor]:
+        """Compute the loss of a slice from the buffers of the step's begin, and numbers for its gradients (local)."""
+        with self.buffers.of_step_begin():
+            # Containers anew: the loss function may have taken items out of its own.
+            data = to_device(part.data, self.state.device)
+            loss = read_loss(self.call_loss(batch, part, data), part).loss
+            if not has_gradients or not loss.requires_grad:
+                return [loss.detach()]
+            trained = [each for each in self.state.model.parameters() if each.requires_grad]
+            try:
+                gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            except RuntimeError:  # a reentrant checkpoint allows no such call; the loss says enough of most state
+                return [loss.detach()]
+            return [loss.detach(), *(sum_of_bits([each]) for each in gradients if each is not None and each.numel())]
 
     def compute(self, batch: ShardedBatch, part: Slice) -> Tensor:
         """Run forward and backward of one slice by itself; return its loss, without a graph (local)."""
@@ -170,6 +193,19 @@ class ShardRuns:
 
     def call_loss(self, batch: ShardedBatch, part: Slice, data: Any) -> Any:
         """Return what the loss function returns for a slice, whose data are on the device (local)."""
+        versions = _versions_of(part.data)
+
+        def begin_again() -> Any:
+            if versions != _versions_of(part.data):
+                raise LossError(
+                    "The loss function or the model has made a random generator, and has written to its input, so that "
+                    "it cannot be called once more with the generator seeded. Make the generator where the model is "
+                    "made. (LS518)"
+                )
+            self.buffers.begin_shard_again()
+            seed_slice(self._purpose, self.state.seed, batch, part)
+            return to_device(part.data, self.state.device)
+
         seed_slice(self._purpose, self.state.seed, batch, part)
         place = None
         if self._loss.takes_place:
@@ -180,10 +216,8 @@ class ShardRuns:
                 shard=part.shard,
                 num_shards=batch.num_shards,
             )
-        if self.state.precision is None:
-            return self._loss(self.state.model, data, place)
         with self.state.autocast():
-            return self._loss(self.state.model, data, place)
+            return self._loss(self.state.model, data, place, begin_again=begin_again)
 
 
 def _no_loss(_model: nn.Module, _batch: Any) -> Tensor:

@@ -1,44 +1,77 @@
-"""State that a forward or a loss function leaves behind in plain attributes, closures and global names.
+"""State that a shard leaves behind, in a forward, a loss function or a hook, anywhere but in buffers and parameters.
 
-Each worker runs other shards, so such state would differ between workers. In the first step, what modules and loss
-functions hold is compared before and after each worker's first shard. Numbers, texts, and tensors that are written in
-place are warned of at once, on that worker. A list that has grown, or an attribute that is another tensor now, is often
-only kept for somebody to look at: so the loss of shard 0 is computed once more, and if it is another one, the state
-matters.
+Each worker runs other shards, so such state would differ between workers. What modules, hooks and loss functions hold
+(`lockstep.held_objects`) is compared before and after a worker's first shard, in the first step, and later where there
+are other objects than there were. Numbers and texts beside parameters, in closures and in global names, and tensors
+there that are written in place, are warned of at once, on that worker. All else is often only kept for somebody to look
+at: so what it was is put back, another shard is computed and shard 0 once more, and if its loss, or a gradient where
+hooks see those, is another one, the state matters. A value that only the first shard makes is found so too.
 """
 
+import ast
+import contextlib
+import itertools
+import operator
 import types
 import warnings
 import zlib
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
+from lockstep.engine.networks import number_of_values
+from lockstep.errors import GroupError
+from lockstep.held_objects import CACHED_FUNCTION, CONTAINERS, Held, Walk, set_again
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.torch_private.modules import version_of
 
-_PLAIN = (bool, int, float, str)
-_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
-"""Not their other subclasses, which may refuse to be written."""
-_NUM_ITEMS = 64
-"""The most items of a container that are looked at, the last ones."""
+_PLAIN = (bool, int, float, complex, str, bytes)
+_NUM_IDENTIFIED = 1 << 14
+"""The most items of a container that are told apart, the last ones."""
+_SEQUENCE_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 _MAX_BYTES = 1 << 22
-"""Of a larger array of NumPy only the identity is seen."""
-_NOT_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""What a module holds for torch: parameters, buffers, hooks and the like."""
+"""Of a larger array of NumPy only the identity is seen, and a larger tensor is not put back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SeenValue:
-    identity: int
+    held: Held
+    """With the value itself, so that no other object gets its identity."""
     content: object
     """What can be compared of it."""
-    value: Any
-    """Itself, so that no other object gets its identity; a copy of a container."""
-    put_back: Callable[[Any], None]
+    copy: Any
+    """A copy of a container, a tensor or an array; None of what is not put back but by setting it again."""
+
+    @property
+    def is_plain(self) -> bool:
+        return isinstance(self.held.value, _PLAIN)
+
+    def is_other(self, now: "_SeenValue") -> bool:
+        is_same = self.held.value is now.held.value or (self.is_plain and now.is_plain)  # equal numbers may be others
+        return not is_same or self.content != now.content
+
+    def put_back(self) -> None:
+        value = self.held.value
+        if isinstance(value, CACHED_FUNCTION):
+            value.cache_clear()  # what it had before will be computed again
+        elif isinstance(value, itertools.count):
+            value = itertools.count(*ast.literal_eval(f"[{str(self.content)[6:-1]}]"))
+        elif type(value) in _SEQUENCE_ITERATORS and isinstance(self.copy, int):
+            value.__setstate__(self.copy)
+        elif isinstance(value, Tensor) and self.copy is not None:
+            with torch.no_grad():
+                value.copy_(self.copy)
+        elif type(value) in CONTAINERS:
+            value.clear()
+            (value.extend if isinstance(value, list | deque) else value.update)(self.copy)
+        elif self.copy is not None:
+            value[...] = self.copy
+        with contextlib.suppress(AttributeError, TypeError, IndexError):  # what a class of the user's refuses
+            set_again(self.held, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,125 +86,206 @@ class StateChanges:
 
 @final
 class LeftState:
-    """What modules and loss functions hold at a moment, besides parameters, buffers and generators."""
+    """What modules, hooks and loss functions hold at a moment, besides parameters, buffers and generators."""
 
     def __init__(self, model: nn.Module, functions: Sequence[Any]) -> None:
-        self._model = model
-        self._functions = functions
-        self._seen = dict(self._look())
+        roots = [*model.named_modules(), *((_title(each), each) for each in functions)]
+        self._walk = Walk(roots, only_users=True)  # others may not bear to be put back
+        self._seen = self._look(copies=True)
+        self._known = frozenset(self._walk.dictionaries)
 
     def changes(self) -> StateChanges:
-        now = dict(self._look())
-        certain: list[str] = []
-        possible: list[str] = []
-        for name, before in self._seen.items():
-            after = now.get(name)
-            if after is None:
+        certain: dict[str, None] = {}
+        possible: dict[str, None] = {}
+        for before, after in self._others():
+            if before is None or after is None:
+                possible |= {_name_of(each.held): None for each in (before, after) if each is not None}
                 continue
-            is_plain = isinstance(before.value, _PLAIN) and isinstance(after.value, _PLAIN)
-            if before.content == after.content and (is_plain or before.identity == after.identity):
-                continue  # equal numbers may be other objects
-            is_written = isinstance(after.value, Tensor) and before.identity == after.identity
-            (certain if is_plain or is_written else possible).append(name)
+            is_plain = before.is_plain and after.is_plain
+            is_written = isinstance(after.held.value, Tensor) and after.held.value is before.held.value
+            is_certain = before.held.depth == 1 and (is_plain or is_written)
+            (certain if is_certain else possible)[_name_of(before.held)] = None
         return StateChanges(certain=tuple(certain), possible=tuple(possible))
 
-    def put_back(self, names: Sequence[str]) -> None:
-        """Put lists, dictionaries and other objects of these names back, as far as that can be done."""
-        for seen in (self._seen[name] for name in names if name in self._seen):
-            seen.put_back(seen.value)
+    def put_back(self) -> None:
+        """Put back what is another now, and remove what an object has that was there without, as far as can be done."""
+        for before, after in self._others():
+            if before is not None:
+                before.put_back()
+            elif after is not None and isinstance(after.held.holder, dict) and id(after.held.holder) in self._known:
+                after.held.holder.pop(after.held.key, None)
 
-    def _look(self) -> Iterator[tuple[str, _SeenValue]]:
-        for path, module in self._model.named_modules():
-            held = vars(module)
-            for name in [name for name in held if name not in _NOT_ATTRIBUTES]:
-                yield from _see(f"{path}.{name}" if path else name, held[name], held, name)
-        for function in self._functions:
-            yield from _look_at_function(function)
+    def _others(self) -> list[tuple[_SeenValue | None, _SeenValue | None]]:
+        """Return what is another now, or was not there, or is no longer."""
+        now = self._look(copies=False)
+        pairs = [(self._seen.get(place), now.get(place)) for place in {**self._seen, **now}]
+        return [(one, two) for one, two in pairs if one is None or two is None or one.is_other(two)]
 
-
-def warn_of_state(changes: StateChanges) -> None:
-    names = [*changes.certain, *changes.possible]
-    if names:
-        more = f" and {len(names) - 1} more attributes" if len(names) > 1 else ""
-        matters = (
-            "The loss of the shard is another one when it is computed again. "
-            if changes.possible
-            else "If what the model computes depends on it, its weights will depend on the number of workers. "
-        )
-        warnings.warn(
-            f"The forward of a shard has changed {names[0]}{more}, and each worker runs other shards. "
-            f"{matters}Keep such state in a buffer (register_buffer), of which every shard of a step sees the same; a "
-            "loss function that counts steps gets them as place: loss(model, batch, place). (LS518)",
-            stacklevel=stacklevel_of_user(),
-        )
-
-
-def _look_at_function(function: Any) -> Iterator[tuple[str, _SeenValue]]:
-    if isinstance(function, types.MethodType):
-        yield from _look_at_function(function.__func__)
-        function = function.__self__
-    if isinstance(function, nn.Module):
-        return
-    if not isinstance(function, types.FunctionType):
-        held = getattr(function, "__dict__", {})
-        for name in list(held):
-            yield from _see(f"{type(function).__name__}.{name}", held[name], held, name)
-        return
-    prefix = function.__qualname__.rpartition(".")[2]
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            value = cell.cell_contents
-        except ValueError:  # a name that has no value yet
-            continue
-        yield from _see(f"{prefix}: {name}", value, _ClosureCell(cell), "")
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield from _see(f"{prefix}: {name}", function.__globals__[name], function.__globals__, name)
+    def _look(self, *, copies: bool) -> dict[object, _SeenValue]:
+        found: dict[object, _SeenValue] = {}
+        containers: set[int] = set()
+        for held in self._walk:
+            value, content = held.value, _content_of(held.value)
+            if type(value) in CONTAINERS:
+                containers.add(id(value))
+            if held.depth == 0 or isinstance(value, nn.Module | nn.Parameter):
+                continue
+            is_item = id(held.holder) in containers and type(value) not in CONTAINERS
+            if content is None or not is_item:  # else it is looked at with what contains it
+                place = held.path if held.holder is None else (id(held.holder), held.key)
+                copy = _copy_of(value) if copies else None
+                found.setdefault(place, _SeenValue(held=held, content=content, copy=copy))
+        return found
 
 
 @final
-class _ClosureCell:
-    """A cell of a closure, written as an item."""
+class StateWatch:
+    """Looks at what the first shards of a worker leave behind: in steps 1, 2, 4, 8 and so on of an update.
 
-    def __init__(self, cell: types.CellType) -> None:
-        self._cell = cell
+    `begin` -> `end_shard` after the first shard -> `judge` when its gradients are taken.
+    """
 
-    def __setitem__(self, _name: str, value: Any) -> None:
-        self._cell.cell_contents = value
+    def __init__(self, model: nn.Module, function: Any) -> None:
+        self._model = model
+        self._functions = (function,)
+        self._num_steps = 0
+        self._before: LeftState | None = None
+        self._changes: StateChanges | None = None
+        self._told: set[str] = set()
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the shard that is run next is the first of a step in which it is looked at."""
+        return self._before is not None and self._changes is None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first step, before there is memory of an optimizer's."""
+        return self._num_steps == 1
+
+    @property
+    def has_changes(self) -> bool:
+        return self._changes is not None
+
+    def begin(self) -> None:
+        self._num_steps += 1
+        is_power_of_two = self._num_steps & (self._num_steps - 1) == 0
+        self._before = LeftState(self._model, self._functions) if is_power_of_two else None
+        self._changes = None
+
+    def end_shard(self) -> None:
+        if self._before is not None and self._changes is None:
+            self._changes = self._before.changes()
+
+    def judge(
+        self,
+        loss: Tensor,
+        compute: Callable[[], Sequence[Tensor]],
+        compute_other: Callable[[], Sequence[Tensor]],
+        *,
+        can_repeat: bool,
+    ) -> None:
+        """Warn of what the shard has left that matters; compute it again, by itself and after another, to find out."""
+        before, changes, self._before, self._changes = self._before, self._changes, None, None
+        assert before is not None
+        assert changes is not None
+        matters = bool(changes.possible) and can_repeat and self._is_other(before, loss, compute, compute_other)
+        names = [*changes.certain, *(changes.possible if matters else ())]
+        if new := [name for name in names if name not in self._told]:
+            self._told.update(new)
+            _warn(new, matters=matters)
+
+    def _is_other(
+        self,
+        before: LeftState,
+        loss: Tensor,
+        compute: Callable[[], Sequence[Tensor]],
+        compute_other: Callable[[], Sequence[Tensor]],
+    ) -> bool:
+        after, parameters = LeftState(self._model, self._functions), number_of_values(self._model)
+        try:
+            before.put_back()
+            first, *gradients = compute()
+            before.put_back()
+            compute_other()
+            again, *others = compute()
+        except GroupError:
+            raise
+        except Exception:  # noqa: BLE001 - of the user's code, which raises it again in a shard, or counts its calls
+            return False
+        finally:
+            after.put_back()
+        if parameters != number_of_values(self._model):
+            return False  # the forward writes parameters, and the losses differ for that: the step will fail
+        pairs = [(loss, first), (loss, again), *zip(gradients, others, strict=False)]
+        return len(gradients) != len(others) or not all(itertools.starmap(_are_equal, pairs))
 
 
-def _see(name: str, value: Any, holder: Any, key: str) -> Iterator[tuple[str, _SeenValue]]:
-    """Yield what is seen of a value, or nothing if it cannot be compared."""
+def _warn(names: Sequence[str], *, matters: bool) -> None:
+    more = f" and {len(names) - 1} more attributes" if len(names) > 1 else ""
+    reason = (
+        "The loss of a shard, or its gradient, is another one after another shard. "
+        if matters
+        else "If what the model computes depends on it, its weights will depend on the number of workers. "
+    )
+    warnings.warn(
+        f"The forward of a shard has changed {names[0]}{more}, and each worker runs other shards. "
+        f"{reason}Keep such state in a buffer (register_buffer), of which every shard of a step sees the same; a "
+        "loss function that counts steps gets them as place: loss(model, batch, place). (LS518)",
+        stacklevel=stacklevel_of_user(),
+    )
 
-    def set_again(before: Any) -> None:
-        holder[key] = before
 
-    if isinstance(value, nn.Module | nn.Parameter) or (isinstance(value, Tensor) and value.requires_grad):
-        return
-    content = _content_of(value)
-    if type(value) in _CONTAINERS:
-        items = list(value.values() if isinstance(value, dict) else value)
-        content = len(items), tuple(map(_identify, items[-_NUM_ITEMS:]))
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.detach().reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
-        def fill_again(before: Any) -> None:
-            value.clear()
-            (value.extend if isinstance(value, list | deque) else value.update)(before)
 
-        yield name, _SeenValue(identity=id(value), content=content, value=value.copy(), put_back=fill_again)
-    elif content is not None or value is None:
-        yield name, _SeenValue(identity=id(value), content=content, value=value, put_back=set_again)
+def _title(function: Any) -> str:
+    if isinstance(function, types.FunctionType):
+        return f"{function.__name__}: "
+    return type(function.__self__ if isinstance(function, types.MethodType) else function).__name__
+
+
+def _name_of(held: Held) -> str:
+    return held.path.replace(".self.", ".").replace(": .", ": ").lstrip(".")
+
+
+def _copy_of(value: Any) -> Any:
+    if type(value) in CONTAINERS:
+        return value.copy()
+    if isinstance(value, Tensor):
+        is_small = value.layout is torch.strided and value.nbytes <= _MAX_BYTES
+        return value.clone() if is_small and not value.requires_grad and not value.is_inference() else None
+    if type(value) in _SEQUENCE_ITERATORS:
+        return value.__reduce__()[-1]  # how many it has yielded
+    is_array = getattr(type(value), "__module__", "") == "numpy" and type(value).__name__ == "ndarray"
+    return value.copy() if is_array and value.nbytes <= _MAX_BYTES else None
 
 
 def _identify(value: Any) -> object:
-    return _content_of(value) if isinstance(value, _PLAIN) else (id(value), _content_of(value))
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    return id(value), None if type(value) in CONTAINERS else _content_of(value)
 
 
 def _content_of(value: Any) -> object:
-    """Return what can be compared of a number, a text, a tensor or an array; None for others."""
-    if type(value) in _PLAIN:
+    """Return what can be compared of a value; None of one that is only told from others."""
+    kind = type(value)
+    if kind in CONTAINERS:
+        items = list(value.values() if isinstance(value, dict) else value)
+        return len(items), tuple(map(_identify, items[-_NUM_IDENTIFIED:]))
+    if isinstance(value, _PLAIN):
         return repr(value)  # NaN equals itself
     if isinstance(value, Tensor):
         return version_of(value) if not value.is_inference() else 0
-    if type(value).__module__ == "numpy" and hasattr(value, "nbytes"):
+    if getattr(kind, "__module__", "") == "numpy" and hasattr(value, "nbytes"):
         return zlib.crc32(value.tobytes()) if value.nbytes <= _MAX_BYTES and value.dtype.kind != "O" else 0
-    return None
+    if kind is bytearray:
+        return bytes(value)
+    if kind is types.GeneratorType:
+        return value.gi_frame is not None and value.gi_frame.f_lasti
+    if kind is itertools.count:
+        return repr(value)
+    if kind is CACHED_FUNCTION:
+        return value.cache_info()
+    return operator.length_hint(value, -1) if hasattr(kind, "__length_hint__") else None

@@ -7,7 +7,7 @@ from typing import Any, Final, final
 
 from torch import nn
 
-from lockstep.engine.own_generators import OwnGenerators
+from lockstep.data.generators import OwnGenerators
 from lockstep.errors import LossError
 from lockstep.torch_private.compiler import is_compiler_error
 
@@ -105,11 +105,22 @@ class UserFunction:
         self.takes_place = _takes_place(function)
         self.function = function
 
-    def __call__(self, model: nn.Module, data: Any, place: StepPlace | None = None) -> Any:
-        """Return what the function returns; the global generators must have been seeded for the slice."""
-        self.generators.seed_as_global()
-        with EXPLAINED_ERRORS:
-            return self.function(model, data) if place is None else self.function(model, data, place=place)
+    def __call__(
+        self, model: nn.Module, data: Any, place: StepPlace | None = None, *, begin_again: Callable[[], Any]
+    ) -> Any:
+        """Return what the function returns; the global generators must have been seeded for the slice.
+
+        Where the call has made a generator, which drew from a seed of its own, it is made once more: `begin_again` puts
+        back what the first has changed, seeds the global generators and returns the data.
+        """
+        for is_first in (True, False):
+            self.generators.seed_as_global()
+            with EXPLAINED_ERRORS:
+                found = self.function(model, data) if place is None else self.function(model, data, place=place)
+            if not is_first or not self.generators.has_made():
+                break
+            data = begin_again()
+        return found
 
 
 @final

@@ -10,6 +10,7 @@ are sent by reference, as the names of module and attribute, like imported funct
     classes that have another name in their module                 torch.nn.attention.SDPBackend
     torch's default generators                                     torch.default_generator
 
+A function is sent with the global names that it uses, and those that the body of a class in it uses.
 Code keeps the name of its file, by which a worker's traceback finds the lines of source. (cloudpickle 3.1.3 drops it.)
 """
 
@@ -18,10 +19,12 @@ import importlib
 import io
 import sys
 from collections.abc import Callable
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol, final
 
 import cloudpickle
+
+from lockstep.held_objects import global_names
 
 _MAIN = frozenset({"__main__", "__mp_main__"})
 """Modules that are the started script. In a worker they are another script."""
@@ -48,8 +51,16 @@ def pack_into(stream: Writable, value: object) -> None:
 @final
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
-        reduced = _reduce(obj)
-        return super().reducer_override(obj) if reduced is None else reduced
+        reduced: Any = _reduce(obj)
+        if reduced is not None:
+            return reduced
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, FunctionType) and isinstance(reduced, tuple):  # one that is sent by value
+            # cloudpickle 3.1.3 sends the global names of functions, and not those of the classes that they define.
+            _, variables = reduced[2]
+            sent, there = variables["__globals__"], obj.__globals__
+            sent.update((name, there[name]) for name in global_names(obj.__code__) if name in there)
+        return reduced
 
 
 def _reduce(obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:

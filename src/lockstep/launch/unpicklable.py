@@ -5,7 +5,6 @@ would have to search every global variable that the function and the functions i
 """
 
 import contextlib
-import dis
 import functools
 import pickle
 import types
@@ -13,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+from lockstep.held_objects import contents_of, global_names
 from lockstep.launch.pickling import pack_into
 
 _Part = tuple["_Location", object]
@@ -122,12 +122,13 @@ class _Nowhere:
 
 def _function_parts(function: types.FunctionType) -> Iterator[_Part]:
     name = name_of(function)
-    for variable in _global_names(function.__code__):
+    for variable in global_names(function.__code__):
         if variable in function.__globals__:
             yield _Location("the global variable", variable, f"that `{name}` uses"), function.__globals__[variable]
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # it has no value yet
-            yield _Location("the variable", variable, f"around `{name}` that it uses"), cell.cell_contents
+        yield from (
+            (_Location("the variable", variable, f"around `{name}` that it uses"), each) for each in contents_of(cell)
+        )
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield _Location("a default value of an argument of", name), default
     for attribute, value in vars(function).items():
@@ -144,15 +145,6 @@ def _class_parts(cls: type) -> Iterator[_Part]:
                 yield from ((location, function) for function in (attribute.fget, attribute.fset, attribute.fdel))
             case _:
                 yield location, attribute
-
-
-def _global_names(code: types.CodeType) -> dict[str, None]:
-    """Return the global names that a function and those inside of it use, in the order of their use."""
-    names = {step.argval: None for step in dis.get_instructions(code) if step.opname.endswith("_GLOBAL")}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _global_names(constant)
-    return names
 
 
 def _state_parts(location: _Location, value: Any) -> Iterator[_Part]:

@@ -45,6 +45,15 @@ def run_backward_of_leaf(leaf: Tensor, gradient: Tensor) -> None:
     _ENGINE.run_backward((leaf,), (gradient,), False, False, (leaf,), allow_unreachable=False, accumulate_grad=False)
 
 
+def saved_by(node: Any, name: str) -> Any:
+    """Return what a node of a graph keeps for its backward: a tensor, the sizes of one (`self_sym_sizes`), a dimension.
+
+    To read a tensor may run hooks on saved tensors, those of a checkpoint say; to read sizes does not. For: finding
+    products of the samples of a batch with each other.
+    """
+    return getattr(node, f"_saved_{name}")
+
+
 NO_GRAPH_TASK: Final = -1
 """What `current_graph_task_id` returns outside a backward."""
 

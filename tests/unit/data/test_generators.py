@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.data.contents import find_generators
-from lockstep.engine.reached_networks import find_networks
+from lockstep.data.generators import OwnGenerators
+from lockstep.engine.networks import find_networks
 
 
 def test_tensors_as_keys_are_not_printed() -> None:
@@ -19,7 +19,7 @@ def test_tensors_as_keys_are_not_printed() -> None:
 
     key, generator, network = torch.ones(2).as_subclass(Key), random.Random(0), torch.nn.Linear(1, 1)
     state = {key: {"generator": generator, "network": network}}
-    assert [found.path for found in find_generators(state)] == [".0.generator"]
+    assert [found.path for found in OwnGenerators([("", state)]).find()] == [".0.generator"]
     assert find_networks([state], torch.nn.Linear(1, 1)) == {"0.network": network}
 
 
@@ -30,11 +30,11 @@ def test_generators_under_objects_are_told_apart_by_their_places_alone() -> None
             raise AssertionError("printed")
 
     held = {Key(): random.Random(1), "named": torch.Generator(), Key(): random.Random(2)}
-    assert [(each.path, each.generator) for each in find_generators(held)] == [
+    assert [(each.path, each.generator) for each in OwnGenerators([("", held)]).find()] == [
         (f".{name}", generator) for name, generator in zip(["0", "named", "2"], held.values(), strict=True)
     ]
 
 
 @pytest.mark.parametrize("root", [torch.zeros(2), random.Random, 3, None])
 def test_there_are_none_in_what_holds_nothing(root: object) -> None:
-    assert find_generators(root) == []
+    assert OwnGenerators([("", root)]).find() == []

@@ -1,6 +1,7 @@
 """Generators that the model or the loss holds draw the same numbers on any number of workers."""
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -112,3 +113,75 @@ def test_errors_of_torch_that_need_another_remedy_here_name_it(model: Callable[[
     (batch,) = ShardedLoader(TensorDataset(torch.ones(2, 4)), batch_size=4, num_shards=2).epoch(0)
     with pytest.raises(LossError, match=said):
         trainer.step(batch)
+
+
+class LazyNoise(nn.Module):
+    """A layer whose generator is made when it first needs it, in another place of each kind."""
+
+    def __init__(self, kind: str, from_step: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.from_step = kind, from_step
+        self.layer = nn.Linear(4, 3)
+        self.held: dict[str, Any] = {}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.layer(inputs)
+        if self.place < self.from_step:
+            return hidden
+        if self.kind == "attribute":
+            if not hasattr(self, "generator"):
+                self.generator = random.Random()
+            return hidden * self.generator.random()
+        if self.kind == "item":
+            return hidden * self.held.setdefault("generator", np.random.default_rng()).random()
+        if LazyNoise.shared is None:
+            LazyNoise.shared = torch.Generator()
+            LazyNoise.shared.seed()
+        return hidden * torch.rand((), generator=LazyNoise.shared)
+
+    shared: torch.Generator | None = None
+    place = 0
+
+
+@pytest.mark.parametrize(("kind", "from_step"), [("attribute", 0), ("item", 0), ("attribute", 11)])
+def test_a_generator_that_a_forward_makes_is_seeded_before_it_is_drawn_from(kind: str, from_step: int) -> None:
+    # It drew from a seed of its own in the first shard of each worker, and in the first steps searches were counted by
+    # calls, so that they ended earlier on a worker with more shards.
+    def program(world: World) -> tuple[str, float]:
+        model = LazyNoise(kind, from_step)
+
+        def loss(model: nn.Module, batch: Any, place: Any) -> Tensor:
+            net: Any = model
+            net.place = place.global_step
+            squares: Tensor = net(batch[0]).square()
+            return squares.mean()
+
+        data = TensorDataset(torch.randn(18, 4, generator=torch.Generator().manual_seed(1)))
+        trainer = Trainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, num_shards=NUM_SHARDS, world=world
+        )
+        loader = ShardedLoader(data, batch_size=3, num_shards=NUM_SHARDS, world=world)
+        for epoch in range(3):
+            for batch in loader.epoch(epoch):
+                trainer.step(batch)
+        return trainer.digest(), trainer.evaluate(loader, lambda model, batch: (model(batch[0]).sum(), 1.0))[
+            "metric"
+        ].total
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r".*\(LS518\)")  # the place of this test's loss
+        first, *others = [answer for size in (1, 2, 3) for answer in run_ranks(size, program)]
+    assert all(other == first for other in others)
+
+
+def test_a_generator_of_the_operating_system_is_named_and_left_alone() -> None:
+    # Its getstate raised a NotImplementedError, without a word about where it is.
+    source = random.SystemRandom()
+    net = nn.Linear(4, 3)
+    trainer = Trainer(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), loss=lambda model, batch: model(batch[0]).mean(), num_shards=1
+    )
+    loader = ShardedLoader(TensorDataset(torch.ones(2, 4)), batch_size=2, num_shards=1)
+    with pytest.warns(UserWarning, match=r"generator source, a SystemRandom, has no state .*\(LS518\)"):
+        trainer.evaluate(loader, lambda model, batch: (model(batch[0]).sum() * source.random(), 1.0))

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
-from lockstep.engine.reached_networks import find_networks
+from lockstep.engine.networks import find_networks
 
 
 class Loop:
@@ -30,3 +31,43 @@ def test_a_network_that_the_object_of_a_loss_holds_beside_is_not_used() -> None:
         found = find_networks([loss], loop.model)
         assert {id(each) for each in found.values()} == {id(loop.teacher), id(loop.critics[0])}
         assert set(found) == {"teacher", "critics.0"}
+
+
+def make_loss() -> Any:
+    teacher = nn.Linear(2, 2)
+    return teacher, lambda model, batch: model(batch) + teacher(batch)
+
+
+def test_two_networks_of_one_name_are_both_found() -> None:
+    # The second one of two loss functions' got neither care for its buffers nor a comparison.
+    (first, one), (second, other) = make_loss(), make_loss()
+    assert find_networks([one, other], nn.Linear(2, 2)) == {"teacher": first, "teacher (2)": second}
+    assert find_networks([one, one], nn.Linear(2, 2)) == {"teacher": first}
+
+
+class Settings:
+    """A global object, of which a loss mentions one network."""
+
+    def __init__(self) -> None:
+        self.teacher, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    @property
+    def center(self) -> nn.Module:
+        return self._make()
+
+    def _make(self) -> nn.Module:
+        return CENTERS[0]
+
+
+CENTERS = [nn.Linear(2, 2)]
+SETTINGS = Settings()
+
+
+@torch.no_grad()
+def teach(batch: Any) -> Any:
+    return SETTINGS.teacher(batch) + SETTINGS.center(batch)
+
+
+def test_what_a_decorated_function_mentions_of_a_global_object_is_found() -> None:
+    found = find_networks([lambda model, batch: model(batch) + teach(batch)], nn.Linear(2, 2))
+    assert set(map(id, found.values())) == {id(SETTINGS.teacher), id(CENTERS[0])}

@@ -1,13 +1,17 @@
 """State that a shard leaves behind: warned of where it matters, and only there."""
 
+import functools
+import itertools
+import time
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.support.kept_state import PLACES
 from tests.support.threaded_ranks import run_ranks
 from tests.unit.engine.test_trainer import data, loader, mean_loss, model
 from torch import Tensor, nn
@@ -65,11 +69,12 @@ def cache(layer: Layer, inputs: Tensor) -> Tensor:
     return inputs * layer.scale
 
 
-def take_step(layer: nn.Module | None, loss: Any = mean_loss, num_shards: int = 4) -> None:
+def take_step(layer: nn.Module | None, loss: Any = mean_loss, num_shards: int = 4, num_epochs: int = 1) -> None:
     net = nn.Sequential(model(), *([] if layer is None else [layer]))
     trainer = Trainer(net, torch.optim.SGD(net.parameters(), lr=0.1), loss=loss, num_shards=num_shards)
-    for batch in loader(num_shards).epoch(0):
-        trainer.step(batch)
+    for epoch in range(num_epochs):
+        for batch in loader(num_shards).epoch(epoch):
+            trainer.step(batch)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +101,70 @@ def test_what_is_only_kept_to_be_looked_at_is_no_state(layer: Callable[[], Layer
         warnings.simplefilter("error")
         take_step(kept)
     assert len(getattr(kept, "history", [0.0] * 12)) == 12, "a list is as long as if shard 0 had run once"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_state_is_warned_of_wherever_it_is_kept(place: str) -> None:
+    # 54 of these 57 were silent, and gave other digests on one worker and on two.
+    layer, loss = PLACES[place]()
+    with pytest.warns(UserWarning, match=r"The forward of a shard has changed .* \(LS518\)"):
+        take_step(layer, loss)
+
+
+@functools.lru_cache(maxsize=2)
+def make_mask(length: int) -> Tensor:
+    return torch.ones(length, dtype=DTYPE)
+
+
+TIMES: dict[str, list[float]] = defaultdict(list)
+NAMES = itertools.count()
+
+
+class Trace:
+    """Keeps numbers, and depends on none of them."""
+
+    def __init__(self) -> None:
+        self.num_calls, self.total = 0, torch.zeros((), dtype=DTYPE)
+        self.last: dict[str, Tensor] = {}
+
+    def hook(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        self.num_calls += 1
+        self.total += output.detach().sum()
+        self.last["output"] = output
+        TIMES[f"call {next(NAMES)}"].append(time.perf_counter())
+
+
+def masked(layer: Any, inputs: Tensor) -> Tensor:
+    if not hasattr(layer, "mask"):
+        layer.mask = make_mask(inputs.shape[1])
+    masked: Tensor = inputs * layer.mask * make_mask(1)
+    return masked
+
+
+def test_what_hooks_caches_and_tables_of_times_keep_beside_is_no_state() -> None:
+    layer, trace = Layer(masked), Trace()
+    layer.register_forward_hook(trace.hook)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take_step(layer)
+    assert trace.num_calls == 12, "as if shard 0 had run once"
+
+
+def test_state_that_begins_in_a_later_step_is_warned_of() -> None:
+    def late(layer: Any, inputs: Tensor) -> Tensor:
+        layer.call_number += 1
+        if layer.call_number > 9:
+            trace.mean = 0.5 * trace.mean + inputs.detach().mean()
+        shifted: Tensor = inputs - trace.mean
+        return shifted
+
+    class Mean:
+        mean: Any = 0.0
+
+    trace = Mean()
+    with pytest.warns(UserWarning, match="LS518") as warned:
+        take_step(Layer(late, call_number=0), num_shards=2, num_epochs=3)
+    assert ["mean" in str(each.message) for each in warned] == [False, True]
 
 
 def test_a_counter_in_the_closure_of_a_loss_is_warned_of_by_name() -> None:

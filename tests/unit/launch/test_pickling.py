@@ -159,3 +159,57 @@ def test_a_message_does_not_go_into_the_variables_of_a_library() -> None:
 def test_a_message_names_the_part_of_a_result() -> None:
     with pytest.raises(TypeError, match=r"a dict that cannot be sent .*\. The `result\['x'\]` is of type _thread.lock"):
         pack_result({"x": threading.Lock()})
+
+
+SCRIPT = """
+import dataclasses
+from typing import NamedTuple
+VALUE, ITEMS, FACTOR, DEFAULT, KEYWORD, RESULT, OPTION, LIMIT, INNER = 1, [1, 2], 3, 4, 5, int, 6, 7, 8
+hidden = 9
+class Kind: pass
+class Meta(type):
+    def __new__(mcs, name, bases, space, **options):
+        return super().__new__(mcs, name, bases, {**space, **options})
+def decorate(function):
+    return function
+def main():
+    class Outer(metaclass=Meta, option=OPTION):
+        value: Kind = VALUE
+        listed = [item * FACTOR for item in ITEMS]
+        hidden = hidden
+        @decorate
+        def method(self, first=DEFAULT, *, second: Kind = KEYWORD) -> RESULT:
+            return first + second
+        class Inner:
+            limit = LIMIT
+            class Innermost:
+                deep = lambda self: INNER
+    @dataclasses.dataclass
+    class Record:
+        kind: Kind = dataclasses.field(default_factory=Kind)
+        number: int = VALUE
+    class Pair(NamedTuple):
+        number: int = VALUE
+    inner = Outer.Inner
+    return [Outer.value, Outer.listed, Outer.hidden, Outer().method(), inner.limit, inner.Innermost().deep(),
+            Outer.option, Record().number, Pair().number]
+"""
+
+
+def test_what_the_body_of_a_class_in_a_function_uses_is_sent_with_the_function() -> None:
+    # A name that only the body used was a NameError in the worker.
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(SCRIPT, "script.py", "exec"), space)
+    assert pickle.loads(pack(space["main"]))() == [1, [3, 6], 9, 9, 7, 8, 6, 1, 1]
+
+
+def test_a_name_that_the_body_of_a_class_has_itself_is_not_sent() -> None:
+    space: dict[str, Any] = {"__name__": "__main__", "lock": threading.Lock()}
+    exec("def main():\n    class Guard:\n        lock = 1\n        both = lock, 2\n    return Guard.both", space)
+    assert pickle.loads(pack(space["main"]))() == (1, 2)
+
+
+def test_a_message_names_what_the_body_of_a_class_uses() -> None:
+    space: dict[str, Any] = {"__name__": "__main__", "lock": threading.Lock()}
+    exec("def main():\n    class Guard:\n        held = lock\n    return Guard", space)
+    assert "The global variable `lock` that `main` uses is of type _thread.lock" in message(space["main"])

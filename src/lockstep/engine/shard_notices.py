@@ -1,0 +1,162 @@
+"""What shards mean for code that looks at a whole batch: said once, in the first step, by the worker of shard 0.
+
+Two things have the same bits on any number of workers, and are still not what they are in a plain loop. A buffer that a
+forward writes by rows, a memory bank or a queue, keeps the rows of shard 0 alone ([Note: buffers of shard 0]). A loss
+that compares the samples of a batch with each other, as a contrastive loss does, sees those of one shard.
+
+The first shows in the buffer: as many rows as the shard has samples are others, or all have moved by so many. The
+second shows in the graph of the loss: a product of activations with activations that has a row and a column for each
+sample, or adds over the samples. Parameters, also such as are computed from others, are no activations.
+"""
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.held_objects import Walk
+from lockstep.processes.user_line import stacklevel_of_user
+from lockstep.torch_private.autograd import saved_by
+
+_NUM_VIEWS = 4
+"""The most rows that a sample has: two views of each are usual."""
+_NUM_NODES = 1 << 15
+"""The most nodes of a graph that are looked at."""
+_LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Embedding", "Lstm", "MkldnnRnn", "ThnnFused", "CudnnRnn")
+"""How the names of nodes begin that make activations."""
+_SHAPES_ONLY = ("Expand", "Clone", "Alias", "Slice", "Div", "View", "ReshapeAlias", "UnsafeView")
+"""Likewise of those between `x[:, None]` and what it is combined with."""
+
+
+def buffers_of_users(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return the buffers of networks by name, but those of torch's own modules, such as BatchNorm's."""
+    return {
+        name: buffer
+        for prefix, network in networks.items()
+        for path, module in network.named_modules(prefix=prefix)
+        if not str(getattr(type(module), "__module__", "")).startswith("torch.")
+        for name, buffer in module.named_buffers(prefix=path, recurse=False)
+    }
+
+
+def warn_of_row_writes(
+    before: Mapping[str, Tensor], now: Mapping[str, Tensor], num_samples: int, num_shards: int
+) -> None:
+    """Warn of a buffer of which shard 0 has written some rows; `before` has copies (local)."""
+    for name, buffer in now.items():
+        if name in before and is_written_by_rows(before[name], buffer, num_samples):
+            _warn(
+                f"The forward writes the buffer {name} by rows, and of a step's {num_shards} shards it keeps what "
+                f"shard 0 has written: the rows of {num_samples} samples, not of the whole batch. To have all rows, "
+                "write them between two steps, or take fewer shards."
+            )
+            return
+
+
+def warn_of_compared_samples(model: nn.Module, function: Any, loss: Tensor, num_samples: int, num_shards: int) -> None:
+    """Warn of a loss that compares samples with each other, before its backward (local)."""
+    held = [each.value for each in Walk([("", model), ("", function)])]
+    modules = [each for each in held if isinstance(each, nn.Module)]
+    constants = {
+        tuple(each.shape)
+        for each in itertools.chain(held, *((*module.parameters(), *module.buffers()) for module in modules))
+        if isinstance(each, Tensor)
+    }
+    if has_compared_samples(loss, num_samples, constants):
+        _warn(
+            f"The loss compares the samples of a slice with each other, and each of the {num_shards} shards of a step "
+            f"has its own alone, {num_samples} in shard 0: a contrastive loss has the negatives of its shard, not of "
+            "the whole batch. To have more, take fewer shards, or a queue of earlier samples."
+        )
+
+
+def is_written_by_rows(before: Tensor, after: Tensor, num_samples: int) -> bool:
+    """Whether so many rows or columns are others, or all have moved by so many."""
+    if (
+        before.shape != after.shape
+        or not before.ndim
+        or before.layout is not torch.strided
+        or torch.equal(before, after)
+    ):
+        return False
+    for dim in {0, before.ndim - 1}:
+        size = before.shape[dim]
+        is_other = (before != after).movedim(dim, 0).reshape(size, -1).any(1)
+        for count in range(num_samples, min(size, _NUM_VIEWS * num_samples + 1), num_samples):
+            # One after another where there is one number for each row: of counts of classes any may be others.
+            is_run = int((is_other != is_other.roll(1)).sum()) == 2  # noqa: PLR2004 - it begins and ends
+            if int(is_other.sum()) == count and (before.ndim > 1 or is_run):
+                return True
+            old, new = (each.movedim(dim, 0) for each in (before, after))
+            if torch.equal(new[count:], old[:-count]) or torch.equal(new[:-count], old[count:]):
+                return True
+    return False
+
+
+def has_compared_samples(loss: Tensor, num_samples: int, constants: set[tuple[int, ...]]) -> bool:
+    """Whether a graph has a product of activations over pairs of samples; `constants` are shapes of what is no data."""
+    rows = {num_samples * number for number in range(1, _NUM_VIEWS + 1)} if num_samples > 1 else set()
+    return any(_compares(node, rows, constants) for node in _nodes(loss.grad_fn))
+
+
+def _compares(node: Any, rows: set[int], constants: set[tuple[int, ...]]) -> bool:
+    factors, shapes = _factors_of_pairs(node, rows)
+    if None in factors:  # it may be data, or the weights of a layer that is not trained
+        without = [shape for each, shape in zip(factors, shapes, strict=True) if each is None] if shapes else constants
+        if any(shape in constants or shape[::-1] in constants for shape in without if rows & set(shape)):
+            return False
+    return bool(factors) and all(map(_is_activation, factors))
+
+
+def _factors_of_pairs(node: Any, rows: set[int]) -> tuple[Sequence[Any], Sequence[tuple[int, ...]]]:
+    """Return what a node combines, and the shapes where it knows them; nothing if not over pairs of so many rows."""
+    kind, inputs = type(node).__name__, [each for each, _ in node.next_functions]
+    if kind == "MmBackward0":
+        one, other = shapes = [tuple(saved_by(node, f"{name}_sym_sizes")) for name in ("self", "mat2")]
+        is_by_samples = one[0] in rows and other[1] in rows
+        is_over_samples = one[1] in rows and one[0] == other[1]
+        return (inputs, shapes) if is_by_samples or is_over_samples else ((), ())
+    if kind == "ViewBackward0" and inputs and type(inputs[0]).__name__ == "BmmBackward0":  # einsum
+        one, *sizes = saved_by(node, "self_sym_sizes")
+        is_of_rows = one == 1 and rows >= set(sizes)
+        return ([each for each, _ in inputs[0].next_functions] if is_of_rows else ()), ()
+    if kind in {"CdistBackward0", "EuclideanDistBackward0", "PdistBackward0"}:
+        shapes = [tuple(saved_by(node, name).shape) for name in (("self",) if kind[0] == "P" else ("x1", "x2"))]
+        return (inputs, shapes) if rows >= {math.prod(shape[:-1]) for shape in shapes} else ((), ())
+    is_pair = None not in inputs and sorted(map(_new_dim, inputs)) == [0, 1]  # x[:, None] - x[None]
+    return (inputs if is_pair else ()), ()
+
+
+def _is_activation(node: Any) -> bool:
+    """Whether an operand was computed from data by a layer; what has no gradient counts as data."""
+    return node is None or any(
+        type(each).__name__.startswith("Embedding")
+        or (type(each).__name__.startswith(_LAYERS) and any(one is None for one, _ in each.next_functions))
+        for each in _nodes(node)
+    )
+
+
+def _new_dim(node: Any) -> int:
+    """Return which dimension `x[None]` or `x[:, None]` has added, if that is the last thing done to x; -1 if not."""
+    while node is not None and type(node).__name__.startswith(_SHAPES_ONLY):
+        node = node.next_functions[0][0] if node.next_functions else None
+    return int(saved_by(node, "dim")) if type(node).__name__ == "UnsqueezeBackward0" else -1
+
+
+def _nodes(root: Any) -> Iterator[Any]:
+    """Return the nodes of a graph, the nearest ones first."""
+    seen, waiting = {root, None}, [root] if root is not None else []
+    for node in waiting:
+        yield node
+        if len(seen) < _NUM_NODES:
+            new = {each: None for each, _ in node.next_functions if each not in seen}
+            seen.update(new)
+            waiting.extend(new)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"{text} It is the same on any number of workers. (LS532)", stacklevel=stacklevel_of_user())

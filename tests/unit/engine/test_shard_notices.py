@@ -1,0 +1,167 @@
+"""Notices of what sees one shard where a plain loop sees the batch; and none where there is nothing to say."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, cross_entropy, linear, mse_loss, normalize, pdist
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.data import TensorDataset
+
+from lockstep.data import ShardedLoader
+from lockstep.engine import Trainer
+
+ROWS, WIDTH, BATCH, NUM_SHARDS = 6, 6, 24, 4
+"""As wide as a slice has samples: a shape alone proves nothing."""
+
+
+def take_steps(net: nn.Module, loss: Any, num_shards: int = NUM_SHARDS) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(2 * BATCH, WIDTH, generator=generator), torch.arange(2 * BATCH) % WIDTH)
+    trainer = Trainer(net, torch.optim.SGD(net.parameters(), lr=0.1), loss=loss, num_shards=num_shards)
+    for batch in ShardedLoader(data, batch_size=BATCH, num_shards=num_shards, seed=1).epoch(0):
+        trainer.step(batch)
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+def views(net: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    return normalize(net(batch[0])), normalize(net(batch[0] + 0.1))
+
+
+def nt_xent(one: Tensor, other: Tensor) -> Tensor:
+    both = torch.cat([one, other])
+    scores = (both @ both.T - 1e9 * torch.eye(len(both))) / 0.5
+    return cross_entropy(scores, torch.arange(len(both)).roll(len(one)))
+
+
+COMPARING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "two views": nt_xent,
+    "pairs of two views": lambda one, other: cross_entropy(one @ other.T, torch.arange(len(one))),
+    "keys without a gradient": lambda one, other: cross_entropy(
+        one[:, 1:] @ other.detach()[:, 1:].T, torch.arange(ROWS)
+    ),
+    "einsum": lambda one, other: torch.einsum("nd,md->nm", one, other).logsumexp(1).mean(),
+    "linear": lambda one, other: linear(one, other).logsumexp(1).mean(),
+    "distances": lambda one, other: torch.cdist(one, other).min(1).values.mean(),
+    "distances within": lambda one, _: pdist(one).mean(),
+    "differences": lambda one, other: (one[:, None] - other[None]).square().sum(-1).min(1).values.mean(),
+    "similarity": lambda one, other: cosine_similarity(one[:, None], other[None], dim=-1).logsumexp(1).mean(),
+    "cross-correlation": lambda one, other: (one.T @ other - torch.eye(WIDTH)).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_loss_that_compares_samples_is_told_of_once(name: str) -> None:
+    with pytest.warns(UserWarning, match=r"has its own alone, 6 in shard 0: .* \(LS532\)") as warned:
+        take_steps(encoder(), lambda net, batch: COMPARING[name](*views(net, batch)))
+    assert len(warned) == 1
+
+
+def frozen() -> nn.Module:
+    return nn.Sequential(encoder(), nn.Linear(WIDTH, ROWS, bias=False).requires_grad_(False))
+
+
+class Attention(nn.Module):
+    """Looks at places within each sample, of which there are as many as samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True)
+        self.positions = nn.Parameter(torch.randn(ROWS, WIDTH))
+        self.centers = nn.Parameter(torch.randn(ROWS, WIDTH))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.layer(inputs[:, None] + self.positions)
+        weights = (hidden @ hidden.transpose(1, 2)).softmax(-1)
+        return torch.cdist((weights @ hidden).mean(1), self.centers)
+
+
+def run_mean(name: str, value: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer(name, torch.zeros(WIDTH))
+            self.register_buffer("table", torch.zeros(4 * ROWS, WIDTH))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            held = dict(self.named_buffers())
+            held[name].copy_(value(held[name], inputs.detach()))
+            held["table"].mul_(0.9).add_(inputs.detach().mean(0))
+            features: Tensor = self.layer(inputs) - held[name]
+            return features
+
+    return Running()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        encoder,
+        frozen,
+        Attention,
+        lambda: weight_norm(nn.Linear(WIDTH, ROWS, bias=False)),
+        lambda: nn.Sequential(encoder(), nn.Dropout(0.1), nn.LayerNorm(WIDTH)),
+        lambda: run_mean("mean", lambda mean, inputs: 0.9 * mean + 0.1 * inputs.mean(0)),
+        lambda: run_mean("counts", lambda counts, inputs: counts + torch.eye(WIDTH)[inputs.argmax(1)].sum(0)),
+    ],
+)
+def test_ordinary_layers_and_running_means_are_not_told_of(make: Callable[[], nn.Module]) -> None:
+    centers = nn.Parameter(torch.randn(ROWS, WIDTH), requires_grad=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take_steps(make(), lambda net, batch: cross_entropy(net(batch[0]), batch[1]))
+        take_steps(make(), lambda net, batch: mse_loss(normalize(net(batch[0])) @ normalize(centers).T, batch[0]))
+
+
+class Bank(nn.Module):
+    def __init__(self, write: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Linear(WIDTH, WIDTH), write
+        self.register_buffer("rows", torch.zeros(8 * ROWS, WIDTH))
+        self.register_buffer("start", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        features: Tensor = self.layer(inputs)
+        self.write(self, features.detach())
+        return features
+
+
+def write_at_pointer(bank: Any, features: Tensor) -> None:
+    bank.rows[(bank.start + torch.arange(len(features))) % len(bank.rows)] = features
+    bank.start += len(features)
+
+
+def write_anywhere(bank: Any, features: Tensor) -> None:
+    bank.rows[torch.arange(len(features)) * 7] = features
+
+
+def shift(bank: Any, features: Tensor) -> None:
+    bank.rows = torch.cat([features, bank.rows])[: 8 * ROWS]
+
+
+@pytest.mark.parametrize("write", [write_at_pointer, write_anywhere, shift])
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_a_buffer_that_is_written_by_rows_is_told_of_once(write: Any, is_beside: bool) -> None:
+    bank, net = Bank(write), encoder()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        features = model(batch[0])
+        return mse_loss(features, bank(batch[0]).detach() if is_beside else batch[0])
+
+    with pytest.warns(UserWarning, match=r"writes the buffer (bank\.)?rows by rows, .* of 6 samples") as warned:
+        take_steps(net if is_beside else bank, loss)
+    assert len(warned) == 1
+
+
+def test_with_one_shard_there_is_nothing_to_say() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take_steps(Bank(write_at_pointer), lambda net, batch: nt_xent(*views(net, batch)), num_shards=1)
