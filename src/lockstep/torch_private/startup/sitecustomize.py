@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # slow to import
 _LOOPBACK = {"localhost": ("127.0.0.1", "::1"), "127.0.0.1": ("127.0.0.1",), "::1": ("::1",)}
 _BACKLOG = 2048
 """As torch's own."""
+_LISTENER_SECONDS, _LOOK_SECONDS = 8.0, 0.1
 _NESTED = (
     "This process was to meet others at an address that the script has chosen, where no process serves the rendezvous: "
     "the script starts its own workers, as torch.multiprocessing.spawn does, but lockstep run has started it several "
@@ -65,7 +66,8 @@ def _keep_off_the_network(rendezvous: ModuleType) -> None:
 
     def create_on_loopback(hostname, port, rank, world_size, timeout, use_libuv=True):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         """Do what torch's function does that this replaces, without a port that others on the network can reach."""
-        if rendezvous._torchelastic_use_agent_store() and _is_of_the_script(port):
+        is_asked = rendezvous._torchelastic_use_agent_store() and _is_of_the_script(port)
+        if is_asked and not _find_listener(hostname, port):
             raise RuntimeError(_NESTED.format(sys.argv[0]))
         is_served_here = rank == 0 and use_libuv and not rendezvous._torchelastic_use_agent_store()
         if is_served_here and world_size == 1 and hostname in _LOOPBACK:
@@ -95,6 +97,19 @@ def _is_of_the_script(port: int) -> bool:
     served = os.environ.get("LOCKSTEP_CHANNEL", "").rpartition(",")[2]
     is_ours = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith("lockstep-")  # and not of a torchrun below it
     return is_ours and served not in {"", str(port)}
+
+
+def _find_listener(hostname: str, port: int) -> bool:
+    """Wait a moment for somebody who listens there: a launcher of the script's own, perhaps."""
+    import socket
+    import time
+
+    deadline = time.monotonic() + _LISTENER_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((hostname, port), _LISTENER_SECONDS):
+            return True
+        time.sleep(_LOOK_SECONDS)
+    return False
 
 
 def _listen(hostname: str, port: int) -> "socket.socket | None":
