@@ -29,7 +29,8 @@ class TensorGroup:
     """A line of `lockstep checkpoint show`: tensors of one submodule, or one kind of optimizer state."""
 
     name: str
-    """The first component of the parameters' names, or a key of the optimizer's state, such as `exp_avg` of Adam."""
+    """The first component of the parameters' names, or a key of the optimizer's state, such as `exp_avg` of Adam; or a
+    network that the loss uses beside the model."""
     is_model: bool
     """Whether they are parameters and buffers."""
     num_tensors: int
@@ -163,6 +164,8 @@ def _group(infos: Iterable[TensorInfo]) -> tuple[TensorGroup, ...]:
     for info in infos:
         is_other = info.name.startswith(OPTIMIZER_PREFIX)
         name = info.name.rpartition("/")[2] if is_other else info.name.partition(".")[0]
+        if is_other and belongs_to_digest(info.name):
+            name = "network " + info.name.split("/")[2]
         found.setdefault((is_other, name), []).append(info)
     return tuple(
         TensorGroup(

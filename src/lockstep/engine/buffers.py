@@ -29,6 +29,7 @@ from lockstep.engine.buffer_snapshot import (
     BufferSnapshot,
     BufferSpec,
     BufferSpecs,
+    FlatMemory,
     buffer_parts,
     copy_each,
     describe_buffers,
@@ -36,7 +37,6 @@ from lockstep.engine.buffer_snapshot import (
     unique_buffers,
     without_repeats,
 )
-from lockstep.engine.flat_memory import FlatMemory
 from lockstep.engine.step_table import Column, CurrentStep, Rows, StepPart
 
 _PURPOSE = "sending shard 0's buffers"

@@ -1,15 +1,65 @@
-"""What the bits of a run depend on, besides its code, its data and the number of shards."""
+"""What the bits of a run depend on, besides its code, its data and the number of shards; and torch's switches for it.
+
+Of a device only what can change bits on it is listed: cuDNN's version is no difference between runs on the CPU. NCCL's
+version is not listed: of more than two ranks NCCL copies alone, and our code adds, see [Note: one addition].
+"""
 
 import platform
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 
-from lockstep.engine.kernel_choice import USUAL, Facts, describe_matmul_precision, in_present_names, read_kernel_choice
+from lockstep.processes.reproducibility import set_deterministic
+from lockstep.settings import read_settings
+from lockstep.torch_private.compiler_import import is_inductor_deterministic, set_inductor_deterministic
 
+Facts = Mapping[str, bool | str]
+"""Values of switches and versions, by name."""
+
+USUAL: Facts = {
+    "compiled": False,
+    "default dtype": "float32",
+    "flush denormal": False,
+    "deterministic.warn_only": False,
+    "attention.flash": True,
+    "attention.mem_efficient": True,
+    "attention.math": True,
+    "attention.cudnn": True,
+    "attention.math.reduced_precision": False,
+    "mkldnn": True,
+    "mkldnn.deterministic": False,
+    "mkldnn.matmul.fp32_precision": "ieee",
+    "mkldnn.conv.fp32_precision": "ieee",
+    "mkldnn.rnn.fp32_precision": "ieee",
+    "cudnn": True,
+    "cudnn.deterministic": True,
+    "cudnn.benchmark": False,
+    "cudnn.conv.fp32_precision": "tf32",
+    "cudnn.rnn.fp32_precision": "tf32",
+    "cuda.matmul.fp32_precision": "ieee",
+    "cuda.matmul.fp16_reduced_precision_reduction": True,
+    "cuda.matmul.fp16_reduced_precision_reduction_split_k": True,
+    "cuda.matmul.bf16_reduced_precision_reduction": True,
+    "cuda.matmul.bf16_reduced_precision_reduction_split_k": True,
+    "cuda.matmul.fp16_accumulation": False,
+    "cuda.linalg": "Default",
+}
+"""What the switches are after `set_deterministic(True)` in a process that sets no other."""
+
+_REDUCTIONS = tuple(name for name in USUAL if name.startswith(("cuda.matmul.fp16", "cuda.matmul.bf16")))
+_LIBRARIES = {
+    "BLAS": re.compile(r"\bBLAS_INFO=([^,\s]+)"),
+    "MKL": re.compile(r"Math Kernel Library Version (\S+)"),
+    "oneDNN": re.compile(r"MKL-DNN (v\S+)"),
+}
+"""Where `torch.__config__.show()` names the libraries of a build: builds of one version may have different ones."""
+_NONE = "none"
+_OLD_TF32 = "cudnn.allow_tf32"
+"""The name under which earlier versions recorded both precisions of cuDNN, as one bool."""
 _CPU_FACTS = Path("/proc/cpuinfo")
 
 
@@ -96,3 +146,126 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
+
+
+def read_kernel_choice(device: torch.device) -> dict[str, bool | str]:
+    found = {**_read_common(), **_read_cpu()}
+    if device.type == "cuda":
+        found |= _read_cuda()
+    elif device.type != "cpu":
+        found |= {"device name": _name_device(device)}
+    return found | {f"${name}": value for name, value in read_settings().kernel_variables(device.type).items()}
+
+
+def in_present_names(facts: Facts) -> Facts:
+    """Return what an earlier version has recorded, under the names of this one."""
+    if _OLD_TF32 not in facts:
+        return facts
+    precision = "tf32" if facts[_OLD_TF32] else "ieee"
+    others = {name: value for name, value in facts.items() if name != _OLD_TF32}
+    return {"cudnn.conv.fp32_precision": precision, "cudnn.rnn.fp32_precision": precision, **others}
+
+
+def describe_matmul_precision() -> str:
+    """Return "highest", "high" or "medium"; torch has no such word where the precision was set for one library alone.
+
+    `torch.get_float32_matmul_precision` raises then. The precision of each library is among the switches.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "set for each library"
+
+
+def _read_common() -> dict[str, bool | str]:
+    backends: Any = torch.backends
+    attention, einsum = backends.cuda, backends.opt_einsum  # the switches of attention hold for all devices
+    return {
+        "torch source": str(torch.version.git_version)[:12],
+        "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic.warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "attention.flash": attention.flash_sdp_enabled(),
+        "attention.mem_efficient": attention.mem_efficient_sdp_enabled(),
+        "attention.math": attention.math_sdp_enabled(),
+        "attention.cudnn": attention.cudnn_sdp_enabled(),
+        "attention.math.reduced_precision": attention.fp16_bf16_reduction_math_sdp_allowed(),
+        "einsum": str(einsum.strategy or "auto") if einsum.is_available() and einsum.enabled else "in order",
+    }
+
+
+def _read_cpu() -> dict[str, bool | str]:
+    """Return what holds for operators on the CPU, which a run on a GPU may have too."""
+    build = torch.__config__.show()
+    mkldnn: Any = torch.backends.mkldnn
+    matches = {name: pattern.search(build) for name, pattern in _LIBRARIES.items()}
+    return {
+        **{name: _NONE if match is None else match[1] for name, match in matches.items()},
+        "flush denormal": _flushes_denormal(),
+        "mkldnn": bool(mkldnn.enabled),
+        "mkldnn.deterministic": bool(mkldnn.deterministic),
+        **_read_precisions("mkldnn", mkldnn, ("matmul", "conv", "rnn")),
+    }
+
+
+def _read_cuda() -> dict[str, bool | str]:
+    cudnn: Any = torch.backends.cudnn
+    cuda: Any = torch.backends.cuda
+    return {
+        "CUDA": str(torch.version.cuda or torch.version.hip or _NONE),
+        "cuDNN": str(cudnn.version() or _NONE),
+        "cudnn": cudnn.enabled,
+        "cudnn.deterministic": cudnn.deterministic,
+        "cudnn.benchmark": cudnn.benchmark,
+        **_read_precisions("cudnn", cudnn, ("conv", "rnn")),
+        **_read_precisions("cuda", cuda, ("matmul",)),
+        **{name: getattr(cuda.matmul, f"allow_{name.rpartition('.')[2]}", True) for name in _REDUCTIONS},
+        "cuda.blas": _name_of(cuda.preferred_blas_library),
+        "cuda.linalg": _name_of(cuda.preferred_linalg_library),
+    }
+
+
+def _read_precisions(name: str, backend: Any, operators: tuple[str, ...]) -> dict[str, str]:
+    """Return the precision of float32 in each kind of operator. "none" stands for the default: full precision."""
+    values = {operator: getattr(backend, operator).fp32_precision for operator in operators}
+    return {
+        f"{name}.{operator}.fp32_precision": "ieee" if value == _NONE else value for operator, value in values.items()
+    }
+
+
+def _name_device(device: torch.device) -> str:
+    get_name = getattr(getattr(torch, device.type, None), "get_device_name", None)  # torch.xpu, torch.npu, ...
+    return _NONE if get_name is None else str(get_name(device))
+
+
+def _name_of(preferred: Callable[[], Any]) -> str:
+    return str(preferred()).rpartition(".")[2]
+
+
+def _flushes_denormal() -> bool:
+    """Whether torch.set_flush_denormal is on, for which torch has no function: a tiny number becomes zero."""
+    return not bool(torch.full((1,), 1e-310, dtype=torch.float64).mul(1.0).item())
+
+
+@final
+class DeterminismSwitches:
+    """Sets torch's deterministic switches, which hold for the whole process, and restores them.
+
+    The environment variables that `set_deterministic` sets as well stay: what reads them has done so already.
+    """
+
+    def __init__(self, *, deterministic: bool) -> None:
+        self._is_set = True
+        self._debug_mode = torch.get_deterministic_debug_mode()
+        self._fills_memory = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        self._cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+        self._compiler = is_inductor_deterministic()
+        set_deterministic(deterministic)
+
+    def restore(self) -> None:
+        if not self._is_set:
+            return
+        self._is_set = False
+        torch.set_deterministic_debug_mode(self._debug_mode)
+        torch.utils.deterministic.fill_uninitialized_memory = self._fills_memory  # type: ignore[attr-defined]
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = self._cudnn
+        set_inductor_deterministic(self._compiler)

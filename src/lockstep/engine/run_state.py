@@ -17,12 +17,12 @@ from lockstep.data import Cursor, ShardedBatch
 from lockstep.engine.arguments import TrainerArguments
 from lockstep.engine.batches import BatchSequenceCheck
 from lockstep.engine.callbacks import Callbacks
-from lockstep.engine.external_steps import SchedulerStepCheck
 from lockstep.engine.fingerprint import Fingerprint, take_fingerprint
 from lockstep.engine.networks import TRAINED_MODELS, NetworksPart
 from lockstep.engine.optimizer_state import OptimizerPart
 from lockstep.engine.optimizers import (
     OptimizerSet,
+    SchedulerStepCheck,
     UpdatePlan,
     UpdateSpec,
     combine_optimizers,

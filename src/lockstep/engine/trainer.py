@@ -21,9 +21,8 @@ from lockstep.engine.averaging import SWA, AveragedWeights, tensors_of
 from lockstep.engine.batchnorm_update import Forward, compute_statistics
 from lockstep.engine.callbacks import Callback
 from lockstep.engine.comparison import verify
-from lockstep.engine.determinism import DeterminismSwitches
 from lockstep.engine.evaluation import Metric, evaluate
-from lockstep.engine.fingerprint import Fingerprint
+from lockstep.engine.fingerprint import DeterminismSwitches, Fingerprint
 from lockstep.engine.moments import Moments
 from lockstep.engine.networks import TRAINED_MODELS
 from lockstep.engine.present import Continued, PresentEngine

@@ -20,8 +20,7 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.engine.external_steps import StepGuards
-from lockstep.engine.optimizers import separate_optimizers
+from lockstep.engine.optimizers import StepGuards, separate_optimizers
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import ShardRuns
 from lockstep.engine.step_table import CurrentStep, Decision

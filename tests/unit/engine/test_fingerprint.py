@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import lockstep as ls
-from lockstep.engine.fingerprint import Fingerprint, take_fingerprint
-from lockstep.engine.kernel_choice import USUAL
+from lockstep.engine.fingerprint import USUAL, Fingerprint, take_fingerprint
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
