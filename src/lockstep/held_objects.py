@@ -216,10 +216,7 @@ class Walk:
         elif isinstance(value, dict):
             yield from self._parts_of_dictionary(value)
         elif isinstance(value, list | tuple | deque):
-            holder = value if kind in CONTAINERS else None
-            self._note_place(lambda: list(islice(value, NUM_ITEMS)))  # at once: another thread may change it
-            items = list(islice(value, NUM_ITEMS))
-            yield from (_Part(number, part, holder, number) for number, part in enumerate(items))
+            yield from self._parts_of_sequence(value)
         elif kind in _KINDS_OF_PYTHON or isinstance(value, weakref.ref):
             yield from _parts_inside(value)
         elif not isinstance(value, types.ModuleType):
@@ -234,6 +231,13 @@ class Walk:
             yield _Part(str(key) if isinstance(key, str | int) else str(number), part, holder, key)
         if holder is None:
             yield from self._attributes(value)
+
+    def _parts_of_sequence(self, value: Sequence[Any]) -> Iterator[_Part]:
+        holder = value if type(value) in CONTAINERS else None
+        if type(value) is not tuple:
+            self._note_place(lambda: list(islice(value, NUM_ITEMS)))
+        items = list(islice(value, NUM_ITEMS))  # at once: another thread may change it
+        yield from (_Part(number, part, holder, number) for number, part in enumerate(items))
 
     def _parts_of_function(self, function: types.FunctionType) -> Iterator[_Part]:
         code = function.__code__
@@ -304,19 +308,26 @@ class Walk:
     def _parts_of_module(self, module: Any) -> Iterator[_Part]:
         """Return a network's attributes, children and hooks, but not its parameters and buffers."""
         held, registries = vars(module), self._registries
+        is_users = not self._is_of_library(_module_of(type(module)))  # others write no attributes
         self.dictionaries.add(id(held))
-        if not self._is_of_library(_module_of(type(module))):  # others write no attributes; registries come first
-            self._note_place(lambda: [*list(held.values())[len(registries) :], *module.children()])
+        if is_users:
+            self._note_place(lambda: list(held.values())[len(registries) :])  # the registries come first
         for name, part in list(held.items()):
             if name not in registries:
                 yield _Part(name, part, held, name)
-            for number, (key, each) in enumerate(part.items() if name in registries and isinstance(part, dict) else ()):
-                if isinstance(each, self._module_class):
-                    yield _Part(f"{name}.{key}", each, part, key)
-                elif type(each) in self._leaves:  # what somebody has set on a parameter; of most there is nothing
-                    yield from (_Part(key, vars(tensor)) for tensor in (each,) if tensor is not None and vars(tensor))
-                else:  # hooks, by numbers that may be others on each worker
-                    yield _Part(f"{name}.{number}", each)
+            elif isinstance(part, dict) and part:
+                if is_users:
+                    self._note_place(partial(list, part.values()))
+                yield from self._parts_of_registry(name, part)
+
+    def _parts_of_registry(self, name: str, registry: dict[Any, Any]) -> Iterator[_Part]:
+        for number, (key, part) in enumerate(list(registry.items())):
+            if isinstance(part, self._module_class):
+                yield _Part(f"{name}.{key}", part, registry, key)
+            elif type(part) not in self._leaves:  # hooks, by numbers that may be others on each worker
+                yield _Part(f"{name}.{number}", part)
+            elif part is not None and vars(part):  # what somebody has set on a parameter; of most there is nothing
+                yield _Part(key, vars(part))
 
     def _parts_of_class(self, kind: type) -> Iterator[_Part]:
         for each in kind.__mro__:

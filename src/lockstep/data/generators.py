@@ -94,13 +94,10 @@ class OwnGenerators:
             restore()
         self._restore_calls = []
 
-    def seed(self, seed: int) -> None:
-        for each in self.find():
-            each.seed(seed)
-
     def seed_as_global(self) -> None:
-        """Seed them by the seed that torch's global generator was given last (local)."""
-        self.seed(torch.initial_seed())
+        """Seed those found last by the seed that torch's global generator was given last (local)."""
+        for each in self._found if self._walk is not None else self.find():
+            each.seed(torch.initial_seed())
 
 
 def generators_of_training(model: nn.Module, function: Any) -> OwnGenerators:
