@@ -17,17 +17,22 @@ what was summed with what. Where gradients are multiplied anyway, the sum costs 
 which is still in the processor's cache (`multiply`).
 """
 
+import ctypes
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.torch_private.modules import flatten_dense
 
+_IS_SPARSE = attrgetter("is_sparse")
+_IS_CPU = attrgetter("is_cpu")
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _WORD_BYTES = 4
 _BLOCK_WORDS = 1 << 15
@@ -51,7 +56,8 @@ _NUMBERS_SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float3
 @torch.no_grad()
 def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
     """Return a number for tensors in their order, without waiting for a device (local). [Note: one hash]."""
-    return _number(list(tensors), ())
+    number = _number(list(tensors), ())
+    return torch.tensor(number, device="cpu") if isinstance(number, int) else number
 
 
 def glance_at_bits(*tensors: Tensor) -> int:
@@ -64,28 +70,39 @@ def glance_at_bits(*tensors: Tensor) -> int:
         return int(_number(list(map(_glance, tensors)), tuple([each.shape for each in tensors])))
 
 
-def _number(tensors: Sequence[Tensor], further: tuple[torch.Size, ...]) -> Tensor:
-    tensors = [part for each in tensors for part in _strided_parts(each)]
+def _number(tensors: Sequence[Tensor], further: tuple[torch.Size, ...]) -> Tensor | int:
+    """Return the number, as a tensor only where the device is not to be waited for."""
+    if any(map(_IS_SPARSE, tensors)):
+        tensors = [part for each in tensors for part in _strided_parts(each)]
     layout = _number_layout(tuple([(each.dtype, each.shape) for each in tensors]), further)
-    flats: list[Tensor] = []
-    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        real = _as_real(tensor)
-        if real.numel() < _SMALL_ELEMENTS:
-            small.setdefault((real.dtype, real.device), []).append(real)
-        else:
-            flats.append(real.reshape(-1))
-    flats += [flatten_dense(alike) for alike in small.values()]
-    if not flats:
-        return torch.tensor(_upper_bits(layout), device="cpu")
-    home = flats[0].device
-    blocks = torch.cat([_sum_blocks(_as_words(flat)).to(home) for flat in flats])
-    # As many as for the words of a block, which are there, if that is enough.
-    weights = _weights(max(_BLOCK_WORDS, 1 << blocks.numel().bit_length()), home)[: blocks.numel()]
-    return _upper_bits(((blocks ^ blocks >> 32) * weights).sum() + layout)
+    small = [each for each in tensors if each.numel() < _SMALL_ELEMENTS]
+    if all(map(_IS_CPU, tensors)):
+        # In whole numbers of Python, which takes a few of these instead of operations on a few elements.
+        sums = _sum_bytes(b"".join(map(_read_bytes, small))) if small else []
+        if len(small) < len(tensors):
+            sums += [int(each) for large in _not_in(tensors, small) for each in _sum_blocks(_as_words(large))]
+        total = layout
+        for whole, weight in zip(sums, _list_weights(len(sums)), strict=True):
+            total += (whole ^ whole >> 32) * weight
+        return _upper_bits(total)
+    home = tensors[0].device
+    flats = [_as_words(each) for each in _not_in(tensors, small)]
+    if small:
+        joined = flatten_dense([_as_bytes(each).to(home) for each in small])
+        flats.insert(0, _as_words(nn.functional.pad(joined, (0, -len(joined) % _WORD_BYTES))))
+    sums_of_blocks = [each.to(home) for flat in flats for each in _sum_blocks(flat)]
+    if not sums_of_blocks:  # all tensors are empty
+        return _upper_bits(layout)
+    blocks = torch.stack(sums_of_blocks)
+    return _upper_bits(((blocks ^ blocks >> 32) * _make_weights(len(blocks), home)).sum() + layout)
+
+
+def _not_in(tensors: Sequence[Tensor], small: Sequence[Tensor]) -> list[Tensor]:
+    return [] if len(small) == len(tensors) else [each for each in tensors if each.numel() >= _SMALL_ELEMENTS]
 
 
 def _upper_bits(number: Whole) -> Whole:
+    """Return the upper ones of the lowest 64 bits, which are all that a tensor has."""
     return number >> 64 - _KEPT_BITS & (1 << _KEPT_BITS) - 1
 
 
@@ -104,20 +121,39 @@ def _strided_parts(tensor: Tensor) -> Sequence[Tensor]:
 
 def _as_real(tensor: Tensor) -> Tensor:
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.resolve_neg()
+    return real.resolve_neg() if real.is_neg() else real
 
 
-def _as_words(flat: Tensor) -> Tensor:
-    """Return a flat tensor as whole numbers; which ones depends on its dtype and length alone."""
-    flat = flat.contiguous()
-    if flat.nbytes % _WORD_BYTES or not flat.nbytes:
+def _as_words(tensor: Tensor) -> Tensor:
+    """Return a tensor as flat whole numbers; which ones depends on its dtype and length alone."""
+    flat = _as_real(tensor).reshape(-1).contiguous()
+    if flat.nbytes % _WORD_BYTES:
         return flat.view(_WORDS[flat.element_size()])
     if flat.storage_offset() * flat.element_size() % _WORD_BYTES:
         flat = flat.clone()
     return flat.view(torch.int32)
 
 
-def _sum_blocks(words: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return _as_real(tensor).reshape(-1).contiguous().view(torch.uint8)
+
+
+def _read_bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor on the CPU, as a rule without an operation of torch for each."""
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        tensor = _as_bytes(tensor)
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
+
+
+def _sum_bytes(read: bytes) -> list[int]:
+    """Return what `_sum_blocks` does, of the bytes of small tensors."""
+    words = np.frombuffer(read + b"\0" * (-len(read) % _WORD_BYTES), np.int32)
+    weights = _weights_of_cpu(_BLOCK_WORDS).numpy()
+    parts = (words[start : start + _BLOCK_WORDS] for start in range(0, len(words), _BLOCK_WORDS))
+    return [int(np.dot(part.astype(np.int64), weights[: len(part)])) for part in parts]
+
+
+def _sum_blocks(words: Tensor) -> list[Tensor]:
     weights = _weights(_BLOCK_WORDS, words.device)
     num_full = words.numel() // _BLOCK_WORDS * _BLOCK_WORDS
     sums: list[Tensor] = []
@@ -126,17 +162,21 @@ def _sum_blocks(words: Tensor) -> Tensor:
         at_once = min(len(rows), 1 if words.is_cpu else _ROWS_ON_DEVICE)
         room = torch.empty(at_once, _BLOCK_WORDS, dtype=torch.int64, device=words.device)
         for some in rows.split(at_once):
-            wide = room[: len(some)].copy_(some)
-            sums.append(wide.mul_(weights).sum(1))
+            sums += room[: len(some)].copy_(some).mul_(weights).sum(1).unbind()
     if num_full < words.numel():
         rest = words[num_full:]
-        sums.append((rest * weights[: rest.numel()]).sum().reshape(1))
-    return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.int64, device=words.device)
+        sums.append((rest * weights[: rest.numel()]).sum())
+    return sums
 
 
 def _weights(number: int, device: torch.device) -> Tensor:
     """Return the first weights; not kept on a device, for another stream would use them before they are there."""
     return _weights_of_cpu(number) if device.type == "cpu" else _make_weights(number, device)
+
+
+@cache
+def _list_weights(at_least: int) -> Sequence[int]:
+    return tuple(_make_weights(at_least, torch.device("cpu")).tolist())
 
 
 @cache

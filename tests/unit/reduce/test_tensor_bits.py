@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.support.asynchronous_device import asynchronous_device
 from torch import Tensor
 
 from lockstep.reduce.tensor_bits import glance_at_bits, is_finite, multiply, sum_of_bits
@@ -115,9 +116,15 @@ def test_the_number_is_the_same_on_any_number_of_threads_and_at_any_place_in_mem
     assert number_of(room[1:]) == number_of(torch.stack([values, values], 1)[:, 1]) == expected
 
 
-def test_the_number_is_pinned() -> None:
+def test_the_number_is_the_same_on_every_device() -> None:
     """Ranks of one job, and runs that are compared, may be on other devices."""
-    assert number_of(torch.arange(100_000, dtype=torch.float32), torch.ones(3, dtype=torch.float64)) == 100182250379261
+    tensors = [torch.arange(100_000, dtype=torch.float32), torch.ones(3, dtype=torch.float64), torch.ones(3).bfloat16()]
+    assert number_of(*tensors) == 3998567208355632
+    with asynchronous_device() as device:
+        moved = [each.to(device.name) for each in tensors]
+        assert number_of(*moved) == 3998567208355632
+        assert number_of(moved[1]) == number_of(tensors[1])
+        assert number_of(moved[1][:0]) == number_of(tensors[1][:0])
 
 
 @pytest.mark.parametrize("size", [1, 7, 5000, 300_000])
