@@ -10,6 +10,7 @@ numbers.
 import hashlib
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from operator import attrgetter, eq, is_
@@ -25,8 +26,9 @@ from lockstep.reduce.plan import ParameterSpec
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private.modules import module_registry, parameter_registry
 
-_CHANGEABLE = attrgetter("requires_grad", "dtype", "device", "shape")
-"""What of a parameter may change in place."""
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_KIND = attrgetter("dtype", "device")
+"""What of a parameter changes only where its memory does."""
 _TRAINING = attrgetter("training")
 _BEFORE_WRAPPING = "Build the model identically on every rank before wrapping it. (LS304)"
 _ARGUMENT = "argument of the wrapper"
@@ -82,7 +84,10 @@ class TrainedModel:
         self._lengths = list(map(len, self._parts))
         self._filled = [part for part in self._parts if part]
         self._held = list(self._list_held())
-        self._seen = list(map(_CHANGEABLE, self._parameters))
+        self._require_gradients = list(map(_REQUIRES_GRAD, self._parameters))
+        self._sizes = list(map(Tensor.size, self._parameters))
+        self._kinds = list(map(_KIND, self._parameters))
+        self._addresses: list[int] | None = None
         children = (module_registry(module).values() for module in modules)
         self._layers = [layer for layer in chain.from_iterable(children) if layer is not None]
         self.trained = [
@@ -97,9 +102,22 @@ class TrainedModel:
         return not (
             self._lengths == list(map(len, self._parts))
             and all(map(is_, self._held, self._list_held()))
+            and self._require_gradients == list(map(_REQUIRES_GRAD, self._parameters))
             # One after the other: a list of hundreds of tuples would make the garbage collector run in each step.
-            and all(map(eq, self._seen, map(_CHANGEABLE, self._parameters)))
+            and all(map(eq, self._sizes, map(Tensor.size, self._parameters)))
+            and self._has_same_kinds()
         )
+
+    def _has_same_kinds(self) -> bool:
+        """Return whether dtypes and devices are the same: they are where all parameters lie where they lay before."""
+        addresses: list[int] | None = None
+        with suppress(RuntimeError):  # one has no memory of its own
+            addresses = list(map(Tensor.data_ptr, self._parameters))
+        if addresses is not None and addresses == self._addresses and 0 not in addresses:
+            return True
+        is_same = all(map(eq, self._kinds, map(_KIND, self._parameters)))
+        self._addresses = addresses if is_same else None
+        return is_same
 
     def drop_gradients(self) -> None:
         """Let no parameter have a gradient, trained or not, as `zero_grad` does; the model has not changed (local)."""

@@ -33,6 +33,8 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "a module less": lambda model: model.__delitem__(2),
     "another parameter": replace_parameter,
     "another shape": prune,
+    "another shape in the same memory": lambda model: setattr(model[0].weight, "data", model[0].weight.data.view(2, 3)),
+    "one cast": lambda model: setattr(model[0].weight, "data", model[0].weight.data.double()),
     "a parameter more": lambda model: model.get_submodule("1").register_parameter("gain", nn.Parameter(torch.ones(1))),
     "a parameter less": lambda model: model.get_submodule("0").register_parameter("bias", None),
 }
@@ -45,6 +47,7 @@ def test_a_change_is_seen(what: str) -> None:
     assert not seen.has_changed()
     CHANGES[what](model)
     assert seen.has_changed()
+    assert seen.has_changed()  # until it is looked at
     seen.look()
     assert not seen.has_changed()
 
