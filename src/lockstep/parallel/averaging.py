@@ -4,7 +4,7 @@ It is made anew when the wrapper is connected to another group, and is not copie
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import torch.distributed as dist
@@ -17,25 +17,12 @@ from lockstep.parallel.comparison import ComparisonOptions, RankComparison
 from lockstep.reduce import (
     CommHook,
     HookReduction,
-    KeepLocalGradients,
     MeanReduction,
     Reducer,
     ReducerOptions,
     TrainedModel,
 )
 from lockstep.torch_private.modules import check_comm_hook
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegisteredHook:
-    function: Callable[..., Any]
-    """`function(state, bucket)`."""
-    state: object
-    name: str
-    """What logging data call it."""
-
-    def comm_hook(self) -> CommHook:
-        return CommHook(function=self.function, state=self.state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +48,7 @@ class Averaging:
         self.comparison: RankComparison | None = None
         if not model.trained:
             return
-        self.reducer = Reducer(model, world, reducing, self.mean, KeepLocalGradients(self.mean))
+        self.reducer = Reducer(model, world, replace(reducing, local_mean=self.mean), self.mean)
         if world.world_size == 1:
             return
         self.comparison = RankComparison(
@@ -76,13 +63,13 @@ class Averaging:
                 is_asynchronous=any(reducing.is_asynchronous(each.spec.device) for each in model.trained),
             ),
         )
-        self.reducer.observe(self.comparison)
+        self.reducer.schedule.observer = self.comparison
 
-    def use_hook(self, hook: RegisteredHook) -> None:
+    def use_hook(self, hook: CommHook) -> None:
         """Let a user's hook reduce the buckets from now on (each rank calls, with the same hook)."""
         if self.reducer is None:
             return
-        self.reducer.use_reduction(HookReduction(hook.comm_hook(), self._world), only_gradients=True)
+        self.reducer.use_reduction(HookReduction(hook, self._world), only_gradients=True)
         if self.comparison is not None and not leaves_ranks_equal(hook.function):
             self.comparison.let_ranks_differ()
 
@@ -110,13 +97,13 @@ def check_hook(wrapper: DistributedDataParallel, hook: Callable[..., Any]) -> No
         ) from error
 
 
-def built_in_hook(kind: dist.BuiltinCommHookType, group: ProcessGroup) -> RegisteredHook:
+def built_in_hook(kind: dist.BuiltinCommHookType, group: ProcessGroup) -> CommHook:
     """Return the Python hook that does what torch's built-in one of this kind does."""
     hooks: dict[dist.BuiltinCommHookType, Callable[..., Any]] = {
         dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
         dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
     }
-    return RegisteredHook(function=hooks[kind], state=group, name=str(kind))
+    return CommHook(function=hooks[kind], state=group, name=str(kind))
 
 
 def leaves_ranks_equal(function: Callable[..., Any]) -> bool:

@@ -6,7 +6,6 @@ And `LoadedKeys`, for checkpoints of which nothing was loaded.
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from itertools import chain
 from operator import is_
 from typing import Any, Final, final
@@ -16,7 +15,8 @@ from torch.distributed import ProcessGroup
 
 from lockstep.comm import TensorBroadcast, World, broadcast_tensors, calls_for
 from lockstep.processes.user_line import CodeLine, stacklevel_of_user, user_line
-from lockstep.reduce import Reducer, TrainedModel
+from lockstep.recording import EventKind, own_recorder
+from lockstep.reduce import TrainedModel
 from lockstep.torch_private.modules import buffer_registry, module_registry
 
 BUFFERS_BEFORE_FORWARD = (
@@ -33,15 +33,14 @@ _PREFIXES: Final = ("module.", "_orig_mod.")
 class BufferBroadcast:
     """Broadcasts buffers over the ranks of a wrapper, from rank `source`."""
 
-    def __init__(self, world: World, reducer: Reducer | None) -> None:
+    def __init__(self, world: World) -> None:
         self.source = 0
         self._broadcast = None if world.group is None else TensorBroadcast(world.group)
-        self._reducer = reducer
 
     def broadcast(self, buffers: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite the buffers, before a forward (collective)."""
         assert self._broadcast is not None
-        waiting = nullcontext() if self._reducer is None else self._reducer.waiting_for("buffers before a forward")
+        waiting = own_recorder().during(EventKind.WAITING, -1, text="buffers before a forward")
         with waiting, calls_for(BUFFERS_BEFORE_FORWARD):
             self._broadcast.start(buffers, self.source, waits=True)
 

@@ -41,7 +41,6 @@ from lockstep.parallel.arguments import (
 from lockstep.parallel.averaging import (
     Averaging,
     AveragingOptions,
-    RegisteredHook,
     built_in_hook,
     check_hook,
     check_options,
@@ -60,7 +59,7 @@ from lockstep.parallel.comparison.wrap_order import number_model
 from lockstep.parallel.delayed import DelayedParameters, check_delayed
 from lockstep.parallel.joining import UnevenInputs, WrapperJoinHook
 from lockstep.parallel.torch_names import Statistics, TorchNames, arguments_from_torch, describe_shared_arguments
-from lockstep.reduce import ReducerOptions, TrainedModel, check_same_model
+from lockstep.reduce import CommHook, ReducerOptions, TrainedModel, check_same_model
 from lockstep.torch_private.compiler import disable_compiler
 from lockstep.torch_private.modules import (
     find_tensors,
@@ -363,9 +362,9 @@ class DistributedDataParallel(TorchNames):
             ValueError: Its signature is not a hook's.
         """
         check_hook(self, hook)
-        self._register_hook(RegisteredHook(function=hook, state=state, name=hook.__qualname__))
+        self._register_hook(CommHook(function=hook, state=state, name=hook.__qualname__))
 
-    def _register_hook(self, hook: RegisteredHook) -> None:
+    def _register_hook(self, hook: CommHook) -> None:
         if self._hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once. (LS309)")
         self._hook = hook
@@ -489,7 +488,7 @@ class ModuleSync:
 
     def __init__(self, model: TrainedModel, world: World, averaging: Averaging, *, syncs_buffers: bool) -> None:
         self.handles: list[RemovableHandle] = []
-        self.buffers = BufferBroadcast(world, averaging.reducer)
+        self.buffers = BufferBroadcast(world)
         self._world = world
         self._reducer = averaging.reducer
         self._comparison = averaging.comparison

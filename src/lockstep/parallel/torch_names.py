@@ -17,8 +17,8 @@ from torch.nn import parallel as torch_parallel
 
 from lockstep.comm import World
 from lockstep.parallel.arguments import warn_of_ignored
-from lockstep.parallel.averaging import AveragingOptions, RegisteredHook
-from lockstep.reduce import Reducer
+from lockstep.parallel.averaging import AveragingOptions
+from lockstep.reduce import CommHook, Reducer
 from lockstep.settings import read_settings
 from lockstep.torch_private.groups import gloo_num_threads
 from lockstep.torch_private.modules import TorchsSyncBatchNorm
@@ -50,7 +50,7 @@ class TorchNames(torch_parallel.DistributedDataParallel):
     forward_sync_buffers: bool
     static_graph: bool
     _workers: World
-    _hook: RegisteredHook | None = None
+    _hook: CommHook | None = None
     # What torch sets in each object; nothing here depends on the last three.
     require_forward_param_sync = True
     _divide_by_initial_world_size = True
@@ -196,9 +196,11 @@ class Statistics:
 
     def sample(self, reducer: Reducer) -> None:
         """Note the times of the step before, if it is one to be sampled; called when a forward begins."""
-        number, times = reducer.num_reductions, reducer.times
-        is_whole = times.messages_end > times.backward_end >= times.backward_start > times.forward_start > 0
-        if not is_whole or (number > _NUM_ALWAYS_SAMPLED and number % self.sample_rate != 0):
+        number = reducer.num_reductions
+        if number > _NUM_ALWAYS_SAMPLED and number % self.sample_rate != 0:
+            return
+        times = reducer.times.moments()
+        if not times.messages_end > times.backward_end >= times.backward_start > times.forward_start > 0:
             return
         durations = {
             "forward_compute_time": times.backward_start - times.forward_start,

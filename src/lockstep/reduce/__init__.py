@@ -14,7 +14,6 @@ Invariants:
 - A backward that fails on one rank is an error of that backward on every rank. [Note: a whole backward]
 """
 
-from lockstep.reduce.backward_policy import KeepLocalGradients
 from lockstep.reduce.current_plan import ReducerOptions
 from lockstep.reduce.model import TrainedModel, check_same_model
 from lockstep.reduce.plan import BucketLimits, ParameterSpec, plan_buckets
@@ -31,7 +30,6 @@ __all__ = [
     "GradBucket",
     "GroupStatus",
     "HookReduction",
-    "KeepLocalGradients",
     "MeanReduction",
     "ParameterSpec",
     "RankStatus",

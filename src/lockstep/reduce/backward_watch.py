@@ -20,10 +20,9 @@ things shows in its first backward, so that one sends nothing before its end.
 [Note: plain arrivals] A model may have hundreds of small parameters, and each gradient costs a call into Python. After
 one that had nothing special about it, those that follow in the same graph task have not either, and are only counted
 (`lockstep.reduce.gradient_hooks`). `plain_task` is the number of that graph task. [Note: a hook that is switched] in
-`lockstep.reduce.plain_arrivals` tells how some of them are counted without Python code.
+`lockstep.reduce.slot` tells how some of them are counted without Python code.
 
-The watch has no reference to its listener, so each call passes it. [Note: ownership] in
-`lockstep.reduce.backward_reducer`.
+The watch has no reference to its listener, so each call passes it. [Note: ownership] in `lockstep.reduce.reducer`.
 """
 
 import threading
@@ -36,6 +35,7 @@ from typing import Final, Protocol, final
 from torch import Tensor
 
 from lockstep.errors import ReductionError
+from lockstep.reduce.slot import PlainArrivals
 from lockstep.torch_private.autograd import (
     NO_GRAPH_TASK,
     current_graph_task_id,
@@ -89,19 +89,6 @@ class BackwardListener(Protocol):
         """Forget a backward that reduces nothing, and call `BackwardWatch.end`."""
 
 
-class PlainSwitch(Protocol):
-    """Notes plain gradients without Python code."""
-
-    def begin(self) -> None:
-        """Only note what arrives from now on, until `end`."""
-
-    def take_in(self) -> None:
-        """Take in what was noted: the backward has ended."""
-
-    def end(self) -> None:
-        """Forget what was noted, and note no more."""
-
-
 @final
 class BackwardWatch:
     """Watches the backwards of one rank, which trains alone where it may not synchronize: without a group.
@@ -123,7 +110,7 @@ class BackwardWatch:
         self._lock = threading.RLock()
         self._task = NO_GRAPH_TASK
         self._callback: Callable[[], partial[None] | None] = _no_callback
-        self._switch: Callable[[], PlainSwitch | None] = _no_switch
+        self._switch: Callable[[], PlainArrivals | None] = _no_switch
         self._any_arrived = False
         self._only_once = False
         self._is_forced = False
@@ -167,7 +154,7 @@ class BackwardWatch:
                 refuse_distributed_autograd()
                 output.register_hook(partial(self._on_output, listener, self.synchronizes, forward))
 
-    def use_switch(self, switch: PlainSwitch | None) -> None:
+    def use_switch(self, switch: PlainArrivals | None) -> None:
         """Switch this where gradients become plain, and when a backward is over; it is held weakly."""
         self._switch = _no_switch if switch is None else weakref.ref(switch)
 
@@ -304,7 +291,7 @@ class BackwardWatch:
             return
         switch = self._switch()
         if switch is not None:
-            switch.take_in()
+            switch.mark_arrived()
         if self._phase is Phase.SYNCHRONIZING and self._any_arrived:
             self._always_waits = self._has_inner_tasks
             listener.complete()
@@ -333,7 +320,7 @@ class _Forward:
             on_reached()
 
 
-def _end_switch(find: Callable[[], PlainSwitch | None], _callback: object = None) -> None:
+def _end_switch(find: Callable[[], PlainArrivals | None], _callback: object = None) -> None:
     switch = find()
     if switch is not None:
         switch.end()

@@ -21,6 +21,7 @@ from lockstep.devices.transfer import is_asynchronous
 from lockstep.reduce.buckets import AnySlot, Bucket, BucketSet, allocate_buckets, no_buckets, read_used_counts
 from lockstep.reduce.model import TrainedModel, TrainedParameter, check_same_model, check_same_values
 from lockstep.reduce.plan import BucketLimits, ReductionPlan, plan_buckets
+from lockstep.reduce.reduction import MeanReduction
 from lockstep.reduce.slot import Slot
 from lockstep.reduce.status import StatusChannel, StatusOverHosts, StatusTrailer, has_cpu_backend, status_length
 
@@ -47,6 +48,10 @@ class ReducerOptions:
     """Whether buffers must agree between ranks when the model has changed."""
     skips_unused: bool = False
     """Whether buckets of which nothing arrived are not sent; all ranks must use the same parameters then."""
+    local_mean: MeanReduction | None = None
+    """How a wrapper averages: it keeps gradients of backwards that are not reduced for the next one that is, and plans
+    anew for a model that changes. None for a trainer: it takes those gradients itself, and a model that changes in the
+    middle of a step is an error."""
     is_asynchronous: Callable[[torch.device], bool] = is_asynchronous
     """Whether work on a device goes on after the call that starts it; tests let the CPU count as such."""
 

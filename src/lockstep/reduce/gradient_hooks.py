@@ -1,4 +1,4 @@
-"""Hooks on parameters: each gradient that is accumulated is counted, or goes to its bucket.
+"""Hooks on parameters: each gradient that is accumulated is counted, goes to its bucket, stays local, or is an error.
 
 This is what each gradient of each step costs. [Note: plain arrivals] in `lockstep.reduce.backward_watch`.
 """
@@ -6,16 +6,18 @@ This is what each gradient of each step costs. [Note: plain arrivals] in `lockst
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.reduce.backward_watch import BackwardWatch
+from lockstep.errors import ReductionError
+from lockstep.reduce.backward_watch import BackwardListener, BackwardWatch, Phase
 from lockstep.reduce.buckets import AnySlot, Bucket
-from lockstep.reduce.plain_arrivals import PlainArrivals
-from lockstep.reduce.slot import Slot
+from lockstep.reduce.current_plan import CurrentPlan
+from lockstep.reduce.schedule import BucketSchedule
+from lockstep.reduce.slot import PlainArrivals, Slot
 from lockstep.torch_private.autograd import current_graph_task_id
 from lockstep.torch_private.compiler import keep_compiler_out
 
@@ -23,26 +25,24 @@ _NUM_WATCHED = 32
 """Of so many parameters is seen whether `torch.autograd.grad` asks for their gradients; each costs a call."""
 
 
-class GradientReceiver(Protocol):
-    """Takes what is not only counted."""
-
-    def take(self, slot: AnySlot, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """Take in a gradient that was just accumulated."""
-
-    def take_unplanned(self) -> None:
-        """Take in a gradient of a parameter that has no slot yet."""
-
-    def send_full(self) -> None:
-        """Send what can be sent: a bucket has become full."""
-
-
 @final
 class GradientHooks:
     """The hooks of one reducer; they go when it does, so that the model can be wrapped anew. They hold it weakly."""
 
-    def __init__(self, watch: BackwardWatch, receiver: GradientReceiver) -> None:
+    def __init__(
+        self,
+        watch: BackwardWatch,
+        plan: CurrentPlan,
+        schedule: BucketSchedule,
+        listener: BackwardListener,
+        *,
+        keeps_local: bool,
+    ) -> None:
         self._watch = watch
-        self._receiver = weakref.ref(receiver)
+        self._plan = plan
+        self._schedule = schedule
+        self._listener = weakref.ref(listener)
+        self._keeps_local = keeps_local
         self._handles: list[RemovableHandle] = []
         self._frozen: list[tuple[AnySlot, Bucket]] = []
         self._plain: PlainArrivals | None = None
@@ -53,7 +53,7 @@ class GradientHooks:
         self.remove()
         if kept is not None and kept.streams is None:
             small = [slot for slot in kept.slots if isinstance(slot, Slot) and slot.is_small]
-            self._plain = PlainArrivals(small, partial(_deliver, self._watch, self._receiver, kept))
+            self._plain = PlainArrivals(small, partial(_deliver, self._watch, weakref.ref(self), kept))
         self._watch.use_switch(self._plain)
         self._listen([(slot, bucket) for bucket in buckets for slot in bucket.slots])
 
@@ -66,14 +66,68 @@ class GradientHooks:
             self._listen(self._frozen)
 
     def listen_unplanned(self, parameters: Iterable[nn.Parameter]) -> None:
-        hook = partial(_deliver_unplanned, self._receiver)
+        hook = partial(_deliver_unplanned, weakref.ref(self))
         self._handles += [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
 
     def remove(self) -> None:
         _remove(self._handles)
         self._frozen, self._plain = [], None
 
+    # -- What becomes of a gradient ------------------------------------------------------------------------------------
+
+    def take(self, slot: AnySlot, bucket: Bucket, parameter: nn.Parameter) -> None:
+        """Take a gradient that has just been accumulated, and is not only counted."""
+        watch, listener = self._watch, self._listener()
+        if listener is None:
+            return
+        if watch.arrive(listener):
+            slot, bucket = self._plan.slot_of(parameter)  # there may be new buckets now
+        if not slot.fits:
+            return  # [Note: a changed model]
+        if watch.phase is Phase.ACCUMULATING:
+            self._take_local(slot)
+            return
+        if slot.has_arrived:
+            self._take_second(slot, bucket)
+            return
+        if not slot.is_small:
+            slot.take(1.0 if watch.waits_for_end else self._schedule.reduction.scale)
+        if self._plan.wants_order:
+            self._plan.note_arrival(slot)
+        elif not self._plan.has_changed and not watch.waits_for_end:
+            watch.call_plain()
+        slot.has_arrived = True
+        bucket.num_pending -= 1
+        if bucket.num_pending == 0 and not watch.waits_for_end:
+            self.send_full()
+
+    def take_unplanned(self) -> None:
+        """Take a gradient of a parameter that has no slot yet."""
+        listener = self._listener()
+        if listener is not None:
+            self._watch.arrive(listener)
+
+    def send_full(self) -> None:
+        self._schedule.send_full()
+
+    def _take_local(self, slot: AnySlot) -> None:
+        """Take a gradient of a backward that is not reduced; a trainer takes it itself."""
+        if self._keeps_local:
+            slot.adopt()
+            slot.is_unsynced = True
+
+    def _take_second(self, slot: AnySlot, bucket: Bucket) -> None:
+        self._watch.note_second_gradient()
+        if slot.is_scaled or self._schedule.was_sent(bucket):
+            raise ReductionError(
+                f"Parameter {slot.name} got a second gradient in one backward after its first had been sent. This "
+                "happens when a model begins to use a parameter inside a reentrant checkpoint and elsewhere after its "
+                "first step. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False). (LS307)"
+            )
+        slot.take_second()
+
     def _listen(self, places: Sequence[tuple[AnySlot, Bucket]]) -> None:
+        own = weakref.ref(self)
         self._frozen = [(slot, bucket) for slot, bucket in places if not slot.parameter.requires_grad]
         places = [(slot, bucket) for slot, bucket in places if slot.parameter.requires_grad]
         for slot, bucket in places:
@@ -81,7 +135,7 @@ class GradientHooks:
                 hook = self._plain.hook
             else:
                 deliver = _deliver if bucket.streams is None else _deliver_on_stream
-                hook = partial(deliver, self._watch, self._receiver, bucket, slot)
+                hook = partial(deliver, self._watch, own, bucket, slot)
             self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
         for slot, _ in places[:_NUM_WATCHED]:
             self._handles.append(slot.parameter.register_hook(partial(_note_asked, self._watch)))
@@ -90,7 +144,7 @@ class GradientHooks:
 @keep_compiler_out
 def _deliver(
     watch: BackwardWatch,
-    receiver: "weakref.ref[GradientReceiver]",
+    hooks: "weakref.ref[GradientHooks]",
     bucket: Bucket,
     slot: AnySlot,
     parameter: nn.Parameter,
@@ -100,11 +154,11 @@ def _deliver(
         bucket.num_pending -= 1
         if bucket.num_pending:
             return
-        alive = receiver()
+        alive = hooks()
         if alive is not None:
             alive.send_full()
         return
-    alive = receiver()
+    alive = hooks()
     if alive is not None:
         alive.take(slot, bucket, parameter)
 
@@ -112,19 +166,19 @@ def _deliver(
 @keep_compiler_out
 def _deliver_on_stream(
     watch: BackwardWatch,
-    receiver: "weakref.ref[GradientReceiver]",
+    hooks: "weakref.ref[GradientHooks]",
     bucket: Bucket,
     slot: AnySlot,
     parameter: nn.Parameter,
 ) -> None:
     if bucket.streams is not None:
         bucket.streams.note_current()
-    _deliver(watch, receiver, bucket, slot, parameter)
+    _deliver(watch, hooks, bucket, slot, parameter)
 
 
 @keep_compiler_out
-def _deliver_unplanned(receiver: "weakref.ref[GradientReceiver]", _parameter: nn.Parameter) -> None:
-    alive = receiver()
+def _deliver_unplanned(hooks: "weakref.ref[GradientHooks]", _parameter: nn.Parameter) -> None:
+    alive = hooks()
     if alive is not None:
         alive.take_unplanned()
 

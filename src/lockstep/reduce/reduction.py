@@ -152,6 +152,8 @@ class CommHook:
     function: Callable[[Any, Any], "torch.futures.Future[Tensor]"]
     """`function(state, bucket)` returns a future of the reduced gradients."""
     state: Any
+    name: str = ""
+    """What logging data call it."""
 
     def start(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
         future = self.function(self.state, bucket)

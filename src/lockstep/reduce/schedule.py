@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, Protocol, TypeVar, final
+from typing import Final, NamedTuple, Protocol, TypeVar, final
 
 import torch
 from torch.distributed import ProcessGroup
@@ -65,7 +65,7 @@ class BucketSchedule:
         self.failure: Exception | None = None
         self.on_end_of_backward: Callable[[], None] = _do_nothing
         self.send_besides: Callable[[], Finish] = _send_nothing
-        self.observer: BackwardObserver = NoObserver()
+        self.observer: BackwardObserver | None = None
         self._world = world
         self._group: ProcessGroup = world.group
         self._group_uses_this_thread = capabilities_of(world.group).runs_in_callers_thread
@@ -145,7 +145,8 @@ class BucketSchedule:
         if last < len(self._bucket_set.buckets):
             self._prepare(last)  # before the status, which shows whether that has failed
         self._finish_previous()
-        status = self._run_local(partial(self.observer.fill_in, status)) or status
+        if self.observer is not None:
+            status = self._run_local(partial(self.observer.fill_in, status)) or status
         if self.failure is not None:
             status = replace(status, has_failed=True)
         if self._status.is_message:
@@ -208,7 +209,8 @@ class BucketSchedule:
         if not self._sends_nothing:
             try:
                 bucket.prepare(self.reduction.scale)
-                self.observer.look_at(bucket)
+                if self.observer is not None:
+                    self.observer.look_at(bucket)
             except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this message
                 self.failure = self.failure or error
             else:
@@ -356,9 +358,20 @@ def _send_nothing() -> Finish:
     return _do_nothing
 
 
+class StepMoments(NamedTuple):
+    """When the parts of the last step began or ended, in nanoseconds; 0 for what it did not reach."""
+
+    forward_start: int
+    backward_start: int
+    messages_start: int
+    """When the first bucket was sent."""
+    backward_end: int
+    messages_end: int
+
+
 @final
 class StepTimes:
-    """Records the parts of each step, and reads those of the last one, in nanoseconds; 0 for what it did not reach.
+    """Records the parts of each step, and reads those of the last one.
 
     On a GPU these are the times at which its work was launched, not those at which it was done. [Note: one clock] in
     `lockstep.recording.writing`.
@@ -404,26 +417,11 @@ class StepTimes:
         begin, end = self._recorder.moments(self._waiting)
         return self._recorder.seconds() - begin / 1e9 if begin and not end else 0.0
 
-    @property
-    def forward_start(self) -> int:
-        return self._recorder.moments(self._forward)[0]
-
-    @property
-    def backward_start(self) -> int:
-        return self._recorder.moments(self._backward)[0]
-
-    @property
-    def messages_start(self) -> int:
-        """When the first bucket was sent."""
-        return self._recorder.moments(self._message)[0]
-
-    @property
-    def backward_end(self) -> int:
-        return self._recorder.moments(self._reducing)[0]
-
-    @property
-    def messages_end(self) -> int:
-        return self._recorder.moments(self._reducing)[1]
+    def moments(self) -> StepMoments:
+        read = self._recorder.moments
+        return StepMoments(
+            read(self._forward)[0], read(self._backward)[0], read(self._message)[0], *read(self._reducing)
+        )
 
 
 class BackwardObserver(Protocol):
@@ -443,21 +441,3 @@ class BackwardObserver(Protocol):
 
     def compare(self, status: GroupStatus) -> None:
         """Look at the status of all ranks, and raise on all alike (collective where they differ, which all see)."""
-
-
-@final
-class NoObserver:
-    def begin(self) -> None:
-        """Do nothing."""
-
-    def forget_begin(self) -> None:
-        """Do nothing."""
-
-    def look_at(self, bucket: Bucket) -> None:
-        """Do nothing."""
-
-    def fill_in(self, status: RankStatus) -> RankStatus:
-        return status
-
-    def compare(self, status: GroupStatus) -> None:
-        """Do nothing."""

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm import World
-from lockstep.reduce.backward_policy import LeaveLocalGradients
 from lockstep.reduce.current_plan import ReducerOptions
 from lockstep.reduce.model import TrainedModel, TrainedParameter
 from lockstep.reduce.partials import Gradients, Merge, Partials, add_gradients, add_zero, separate, take_gradients
@@ -61,7 +60,7 @@ class ShardReducer:
             options = ReducerOptions(purpose=_PURPOSE, limits=limits, as_view=False, holds_partials=True)
             self._tree = TreeReduction(world, num_shards)
             self._expect(self._tree, even_ranges(world.world_size, num_shards))
-            self._reducer = Reducer(model, world, options, self._tree, LeaveLocalGradients(world))
+            self._reducer = Reducer(model, world, options, self._tree)
             # Only in the last task of a step: a backward between two steps is the user's own.
             self._reducer.watch.synchronizes = False
 
@@ -83,7 +82,7 @@ class ShardReducer:
     @property
     def last_gradient_ns(self) -> int:
         """When the last gradient of this worker had arrived in this step; 0 if nothing was recorded of it."""
-        return 0 if self._reducer is None else self._reducer.times.backward_end
+        return 0 if self._reducer is None else self._reducer.times.moments().backward_end
 
     def send_besides(self, start: Callable[[], Callable[[], None]]) -> None:
         """Call `start` just before the last message of each step, see `BucketSchedule.send_besides` (local)."""

@@ -9,8 +9,11 @@ counts views, detached tensors and arrays. The held one keeps the memory, or get
 stays there: it is copied to its place, and what is reduced is copied back. So is one that several reducers share.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from sys import getrefcount
-from typing import final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +21,12 @@ from torch import Tensor, nn
 from lockstep.errors import ReductionError
 from lockstep.reduce.plan import ParameterSpec
 from lockstep.reduce.tensor_bits import multiply
+from lockstep.torch_private.compiler import keep_compiler_out
 from lockstep.torch_private.modules import REFERENCES_OF_ONE_HOLDER
 
 _SMALL_ELEMENTS = 1 << 14
 """Gradients below are copied together with others: a call of its own would take longer than the copying."""
+_IS_SMALL: Final = attrgetter("is_small")
 
 
 @final
@@ -131,7 +136,7 @@ class Slot:
             self.parameter.grad = self.place
 
     def take_second(self) -> None:
-        """Note that something was added to the gradient since it was taken; one in its bucket has it already."""
+        """Copy the sum of two gradients of one backward; one that lies in its bucket was added there."""
         if not self.lies_in_bucket and not self.is_small:
             self.adopt()
 
@@ -225,6 +230,50 @@ def _unexpected_sparse(name: str) -> ReductionError:
         f"Parameter {name} has a sparse gradient, and its bucket holds dense ones. Only torch.nn.Embedding and "
         "EmbeddingBag with sparse=True may have sparse ones; elsewhere, build them with sparse=False. (LS308)"
     )
+
+
+@final
+class PlainArrivals:
+    """Notes at the least cost which gradients came, of the small ones that are sent at the end of a backward anyway.
+
+    [Note: a hook that is switched] Of what a hook costs, a Python function is more than half, and a model may have
+    hundreds of parameters. So the parameters of these gradients share one hook, a `functools.partial`: it calls a
+    Python function until the gradients are known to be plain ([Note: plain arrivals] in
+    `lockstep.reduce.backward_watch`), then the method `append` of a list, which is C code, and the function again when
+    the backward is over, also by an exception.
+    """
+
+    def __init__(self, slots: Sequence[Slot], deliver: Callable[[Slot, nn.Parameter], None]) -> None:
+        self._slots = {id(slot.parameter): slot for slot in slots}
+        self._arrived: list[nn.Parameter] = []
+        self.hook: Any = partial(_deliver_to_slot, deliver, self._slots)
+        # Held here, as the hook may be running when it is switched.
+        self._as_function = (self.hook.func, self.hook.args, self.hook.keywords, None)
+        self._as_list: tuple[Any, ...] = (self._arrived.append, (), {}, None)
+
+    def has(self, slot: object) -> bool:
+        return isinstance(slot, Slot) and self._slots.get(id(slot.parameter)) is slot
+
+    def begin(self) -> None:
+        if all(map(_IS_SMALL, self._slots.values())):  # not if one is shared with another wrapper by now
+            self.hook.__setstate__(self._as_list)
+
+    def mark_arrived(self) -> None:
+        """Mark the places of what was noted. A gradient may have come twice, as in a reentrant checkpoint."""
+        for parameter in self._arrived:
+            self._slots[id(parameter)].has_arrived = True
+        self._arrived.clear()
+
+    def end(self) -> None:
+        self.hook.__setstate__(self._as_function)
+        self._arrived.clear()
+
+
+@keep_compiler_out
+def _deliver_to_slot(
+    deliver: Callable[[Slot, nn.Parameter], None], slots: Mapping[int, Slot], parameter: nn.Parameter
+) -> None:
+    deliver(slots[id(parameter)], parameter)
 
 
 @final

@@ -35,17 +35,9 @@ _BASE = 128
 _FAILED = 1
 _CHANGED = 2
 _EMPTY = 4
-_NUM_DIGITS = {
-    "flags": 1,
-    "batch_size": 3,
-    "num_backwards": 1,
-    "comparison": 4,
-    "inputs": 2,
-    "gradients": 2,
-    "nonfinite": 2,
-}
-"""Of each field of a status, in the order in which they travel."""
-_NUM_PER_RANK = sum(_NUM_DIGITS.values())
+_NUM_DIGITS = {"batch_size": 3, "num_backwards": 1, "comparison": 4, "inputs": 2, "gradients": 2, "nonfinite": 2}
+"""Of each number of a status, in the order in which they travel, after the flags."""
+_NUM_PER_RANK = 1 + sum(_NUM_DIGITS.values())
 
 COMPARISON_LIMIT = _BASE ** _NUM_DIGITS["comparison"]
 """What `RankStatus.comparison` must be below."""
@@ -110,25 +102,19 @@ def write_status(status: RankStatus, rank: int, world_size: int) -> list[float]:
     """Return the numbers that `rank` adds."""
     flags = _FAILED * status.has_failed + _CHANGED * status.has_changed + _EMPTY * status.is_empty
     own: list[float] = [float(flags)]
-    own += _digits(status.batch_size, 3)
-    own += _digits(status.num_backwards, 1)
-    own += _digits(status.comparison, 4)
-    own += _digits(status.inputs, 2)
-    own += _digits(status.gradients, 2)
-    own += _digits(status.nonfinite, 2)
+    for name, num_digits in _NUM_DIGITS.items():
+        own += _digits(getattr(status, name), num_digits)
     return [*[0.0] * (_NUM_PER_RANK * rank), *own, *[0.0] * (_NUM_PER_RANK * (world_size - rank - 1))]
 
 
 def read_status(numbers: Sequence[float]) -> GroupStatus:
     """Return the status of all ranks, from the sums of their numbers."""
     whole = list(map(round, numbers))
-    columns = [whole[column::_NUM_PER_RANK] for column in range(_NUM_PER_RANK)]
+    flags, *columns = (whole[column::_NUM_PER_RANK] for column in range(_NUM_PER_RANK))
     values: dict[str, tuple[int, ...]] = {}
-    first = 0
     for name, num_digits in _NUM_DIGITS.items():
-        values[name] = _join(columns[first : first + num_digits])
-        first += num_digits
-    flags = values["flags"]
+        values[name] = _join(columns[:num_digits])
+        columns = columns[num_digits:]
     return GroupStatus(
         failed=_ranks_with(flags, _FAILED),
         changed=_ranks_with(flags, _CHANGED),

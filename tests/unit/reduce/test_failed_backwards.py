@@ -25,14 +25,12 @@ from lockstep.reduce import (
     BucketLimits,
     CommHook,
     HookReduction,
-    KeepLocalGradients,
     MeanReduction,
     Reducer,
     ReducerOptions,
     ShardReducer,
     TrainedModel,
 )
-from lockstep.reduce.backward_reducer import BackwardReducer
 from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.reduction import Finish
 from lockstep.shards import even_ranges
@@ -71,7 +69,7 @@ def options_of(**chosen: Any) -> ReducerOptions:
 
 def reducer_of(model: nn.Module, world: World, **chosen: Any) -> Reducer:
     mean = MeanReduction(world)
-    return Reducer(TrainedModel(model), world, options_of(**chosen), mean, KeepLocalGradients(mean))
+    return Reducer(TrainedModel(model), world, options_of(local_mean=mean, **chosen), mean)
 
 
 def rows_of(rank: int, step: int) -> Tensor:
@@ -104,23 +102,22 @@ def test_an_error_when_a_backward_begins(failing_step: int, with_backward: bool)
     # The phase was changed after `begin`, so the rank had not begun and left the others waiting.
     def program(world: World) -> list[str]:
         model = Layers()
-        mean = MeanReduction(world)
-        reducer = BackwardReducer(TrainedModel(model), world, options_of(), mean, KeepLocalGradients(mean))
+        reducer = reducer_of(model, world)
         look = reducer.plan.look
 
         def step(number: int) -> None:
-            reducer.watch.finish_interrupted(reducer)
+            reducer.finish_interrupted()
             fails = (world.rank, number) == (FAILING_RANK, failing_step)
             reducer.plan.look = fail if fails else look  # type: ignore[method-assign]
             if with_backward or not fails:
                 output = model(rows_of(world.rank, number))
-                reducer.watch.mark([output], 3, reducer)
+                reducer.mark(output, num_samples=3)
                 output.sum().backward()
             else:
                 reducer.watch.begin_without_backward(reducer)
 
         outcomes = [outcome_of(partial(step, number)) for number in range(NUM_STEPS)]
-        reducer.watch.finish_interrupted(reducer)
+        reducer.finish_interrupted()
         return outcomes
 
     check(run_ranks(3, program, poisons=True), failing_step)
@@ -385,7 +382,7 @@ def test_a_device_that_fails_when_a_bucket_is_sent_is_an_error_on_every_rank(
 
         with asynchronous_device() as device:
             model.to(device.name)
-            reducer = Reducer(TrainedModel(model), world, options_of(), Failing(), KeepLocalGradients(mean))
+            reducer = Reducer(TrainedModel(model), world, options_of(local_mean=mean), Failing())
             for number in range(failing_step + 1):
                 reducer.finish_interrupted()
                 output = model(rows_of(world.rank, number).to(device.name))

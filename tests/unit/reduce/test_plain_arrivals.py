@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.comm import World
-from lockstep.reduce import KeepLocalGradients, MeanReduction, Reducer, ReducerOptions, TrainedModel, plain_arrivals
+from lockstep.reduce import MeanReduction, Reducer, ReducerOptions, TrainedModel, slot
 
 NUM_LAYERS = 20
 
@@ -23,7 +23,7 @@ def net() -> nn.Sequential:
 
 def reducer_of(model: nn.Module, world: World) -> Reducer:
     mean = MeanReduction(world)
-    return Reducer(TrainedModel(model), world, ReducerOptions(purpose="a test"), mean, KeepLocalGradients(mean))
+    return Reducer(TrainedModel(model), world, ReducerOptions(purpose="a test", local_mean=mean), mean)
 
 
 def rows_of(world: World) -> Tensor:
@@ -54,7 +54,7 @@ def count_deliveries(reducer: Reducer, model: nn.Module, world: World) -> int:
 
     def look(frame: FrameType, event: str, _argument: object) -> None:
         nonlocal found
-        found += event == "call" and frame.f_code is plain_arrivals._deliver_to_slot.__code__
+        found += event == "call" and frame.f_code is slot._deliver_to_slot.__code__
 
     sys.setprofile(look)
     try:

@@ -16,7 +16,6 @@ from lockstep.comm import World
 from lockstep.errors import ParameterMismatchError, ReductionError
 from lockstep.reduce import (
     BucketLimits,
-    KeepLocalGradients,
     MeanReduction,
     Reducer,
     ReducerOptions,
@@ -40,8 +39,8 @@ def inputs(rank: int, step: int) -> Tensor:
 
 def reducer_of(model: nn.Module, world: World, **options: Any) -> Reducer:
     mean = MeanReduction(world)
-    chosen = ReducerOptions(purpose="a test", limits=SMALL, **options)
-    return Reducer(TrainedModel(model), world, chosen, mean, KeepLocalGradients(mean))
+    chosen = ReducerOptions(purpose="a test", limits=SMALL, local_mean=mean, **options)
+    return Reducer(TrainedModel(model), world, chosen, mean)
 
 
 def backward(reducer: Reducer, model: nn.Module, rows: Tensor) -> None:
@@ -125,8 +124,8 @@ def test_a_mean_of_three_in_bfloat16_is_right_where_only_some_gradients_are_scal
     def program(world: World) -> list[Tensor]:
         model = nn.ParameterList([torch.ones(size, dtype=torch.bfloat16) for size in sizes])
         mean = MeanReduction(world)
-        options = ReducerOptions(purpose="a test", limits=BucketLimits(sizes_bytes=(1 << 20,)))
-        reducer = Reducer(TrainedModel(model), world, options, mean, KeepLocalGradients(mean))
+        options = ReducerOptions(purpose="a test", limits=BucketLimits(sizes_bytes=(1 << 20,)), local_mean=mean)
+        reducer = Reducer(TrainedModel(model), world, options, mean)
         for _ in range(3):  # from the second one on, gradients are scaled early
             model.zero_grad()
             loss = torch.stack([(one * two).sum() for one, two in zip(model, values(world.rank), strict=True)]).sum()

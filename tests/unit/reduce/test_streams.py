@@ -23,7 +23,6 @@ from lockstep.reduce import (
     BucketLimits,
     CommHook,
     HookReduction,
-    KeepLocalGradients,
     MeanReduction,
     Reducer,
     ReducerOptions,
@@ -59,8 +58,8 @@ def expected_gradients(num_ranks: int, width: int, *, is_mean: bool) -> list[flo
 
 def reducer_of(model: nn.Module, world: World, limits: BucketLimits, **chosen: Any) -> Reducer:
     mean = MeanReduction(world)
-    options = ReducerOptions(purpose="a test", limits=limits, **chosen)
-    return Reducer(TrainedModel(model), world, options, mean, KeepLocalGradients(mean))
+    options = ReducerOptions(purpose="a test", limits=limits, local_mean=mean, **chosen)
+    return Reducer(TrainedModel(model), world, options, mean)
 
 
 def train(device: FakeDevice, model: nn.Module, reducer: Reducer, rank: int, width: int) -> list[float]:
