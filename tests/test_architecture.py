@@ -55,7 +55,7 @@ PURE = (
     "lockstep.shards.assignment",
     "lockstep.shards.tree",
     "lockstep.reduce.plan",
-    "lockstep.parallel.comparison.record",
+    "lockstep.parallel.comparison.check",
     "lockstep.data.order",
     "lockstep.checkpoint.interop.fit",
     "lockstep.checkpoint.header",

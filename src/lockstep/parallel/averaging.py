@@ -4,8 +4,8 @@ It is made anew when the wrapper is connected to another group, and is not copie
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from dataclasses import replace
+from typing import Any, final
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -25,23 +25,11 @@ from lockstep.reduce import (
 from lockstep.torch_private.modules import check_comm_hook
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AveragingOptions:
-    """What a wrapper was given that torch's has not, and what it was made with."""
-
-    model_number: int
-    """Which of the models that were wrapped over its group it is."""
-    compares: bool
-    """Whether parameters, optimizers, steps, samplers and modes must be the same on all ranks."""
-    nonfinite: Literal["stop", "skip"]
-    on_skip: Literal["error", "zeros"]
-
-
 @final
 class Averaging:
     """`reducer` is None where nothing is trained, and `comparison` for one rank too."""
 
-    def __init__(self, model: TrainedModel, world: World, reducing: ReducerOptions, options: AveragingOptions) -> None:
+    def __init__(self, model: TrainedModel, world: World, reducing: ReducerOptions, options: ComparisonOptions) -> None:
         self._world = world
         self.mean = MeanReduction(world)
         self.reducer: Reducer | None = None
@@ -55,13 +43,8 @@ class Averaging:
             model,
             world,
             self.reducer,
-            ComparisonOptions(
-                model_number=options.model_number,
-                compares=options.compares,
-                nonfinite=options.nonfinite,
-                skips_with_zeros=options.on_skip == "zeros",
-                is_asynchronous=any(reducing.is_asynchronous(each.spec.device) for each in model.trained),
-            ),
+            options,
+            is_asynchronous=any(reducing.is_asynchronous(each.spec.device) for each in model.trained),
         )
         self.reducer.schedule.observer = self.comparison
 

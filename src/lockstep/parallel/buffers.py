@@ -4,7 +4,6 @@ And `LoadedKeys`, for checkpoints of which nothing was loaded.
 """
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import is_
@@ -94,22 +93,35 @@ def buffers_go_before_forward(wrapper: object) -> bool:
     return hook is None or hook.buffer_comm_hook_location.name == "PRE_FORWARD"
 
 
-def start_buffers(
-    method: "weakref.WeakMethod[Callable[[], Callable[[], None]]]",
-    otherwise: "weakref.WeakMethod[Callable[[], Callable[[], None]]]",
-) -> Callable[[], None]:
-    """Call the wrapper's method, or that of its `ModuleSync` when the wrapper was deleted (collective)."""
-    start = method() or otherwise()
-    return send_no_buffers if start is None else start()
-
-
 def send_no_buffers() -> None:
     """Do nothing: no buffers were sent."""
 
 
+class ModuleHook:
+    """A hook on a wrapped module. A copy of it does nothing.
+
+    People copy the inner module: `copy.deepcopy(model.module)` for an average of weights, `torch.save(model.module)` as
+    a checkpoint. An ordinary hook would be copied with the wrapper, its buckets and its process group.
+    """
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return _the_hook_without_effect, ()
+
+
+def _nothing(*_arguments: Any) -> None:
+    """Do nothing: the hook of a copy."""
+
+
+def _the_hook_without_effect() -> Callable[..., None]:
+    return _nothing
+
+
 @final
-class LoadedKeys:
-    """Sees which keys fit when a state is loaded into a module; a hook of torch's for that. A copy sees nothing.
+class LoadedKeys(ModuleHook):
+    """Sees which keys fit when a state is loaded into a module; a hook of torch's for that.
 
         model = DistributedDataParallel(model)
         model.load_state_dict(torch.load("model.pt"), strict=False)    # "0.weight", and here it is "module.0.weight"
@@ -145,22 +157,8 @@ class LoadedKeys:
             stacklevel=stacklevel_of_user(),
         )
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Callable[..., None]:
-        return _see_nothing
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        return _the_hook_without_effect, ()
-
 
 def _without_prefix(key: str) -> str:
     while key.startswith(_PREFIXES):
         key = key.partition(".")[2]
     return key
-
-
-def _see_nothing(_module: nn.Module, _keys: Any) -> None:
-    """Do nothing: the hook of a copy."""
-
-
-def _the_hook_without_effect() -> Callable[..., None]:
-    return _see_nothing

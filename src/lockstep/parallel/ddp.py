@@ -40,7 +40,6 @@ from lockstep.parallel.arguments import (
 )
 from lockstep.parallel.averaging import (
     Averaging,
-    AveragingOptions,
     built_in_hook,
     check_hook,
     check_options,
@@ -49,13 +48,12 @@ from lockstep.parallel.buffers import (
     BufferBroadcast,
     LoadedKeys,
     ModuleBuffers,
+    ModuleHook,
     broadcast_model,
     buffers_go_before_forward,
     send_no_buffers,
-    start_buffers,
 )
-from lockstep.parallel.comparison import compare_at_start
-from lockstep.parallel.comparison.wrap_order import number_model
+from lockstep.parallel.comparison import ComparisonOptions, compare_at_start, number_model
 from lockstep.parallel.delayed import DelayedParameters, check_delayed
 from lockstep.parallel.joining import UnevenInputs, WrapperJoinHook
 from lockstep.parallel.torch_names import Statistics, TorchNames, arguments_from_torch, describe_shared_arguments
@@ -207,7 +205,7 @@ class DistributedDataParallel(TorchNames):
         self.bucket_bytes_cap_list = list(limits.sizes_bytes) if bucket_cap_mb_list else []
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.logger: Any = Statistics()
-        self._options = AveragingOptions(
+        self._options = ComparisonOptions(
             model_number=number_model(self._workers),
             compares=compare,
             nonfinite=nonfinite,
@@ -247,7 +245,10 @@ class DistributedDataParallel(TorchNames):
         self.reducer: Any = averaging.reducer  # torch's attribute is of another type
         self._uneven = UnevenInputs(model, self._workers, averaging, self.device)
         self._sync = ModuleSync(model, self._workers, averaging, syncs_buffers=self.forward_sync_buffers)
-        connect(self, self._sync, averaging, self._start_buffers, self._before_forward, self._after_forward)
+        close_orphans(self.module)
+        if averaging.comparison is not None:
+            averaging.comparison.order.wrapper = weakref.ref(self)
+        self._sync.connect(self)
 
     # -- Forward -------------------------------------------------------------------------------------------------------
 
@@ -279,23 +280,6 @@ class DistributedDataParallel(TorchNames):
         moved: tuple[tuple[Any, ...], dict[str, Any]] = self._input_copies.move((inputs, kwargs))
         return moved
 
-    def _before_forward(self, module: nn.Module, _inputs: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        if not self._sync.has_group:
-            return  # the module itself is called, to use it on one rank
-        if self.reducer is not None:
-            self.reducer.finish_interrupted()
-        trains = module.training and torch.is_grad_enabled()
-        sends_buffers = trains and self.require_backward_grad_sync and self.will_sync_module_buffers()
-        joins = self._join_config.enable
-        self._averaging.set_joining(joins)
-        self._sync.begin_forward(module)
-        source = self._sync.buffers.source = self._join_forward(sends_buffers=sends_buffers) if joins else 0
-        if sends_buffers and buffers_go_before_forward(self):
-            self._sync_module_buffers(source)
-        if trains and self.reducer is not None:
-            self.logger.sample(self.reducer)
-            self.reducer.times.begin_forward()
-
     def skip_backward(self) -> None:
         """Take part in a backward of the other ranks with nothing, in place of a backward of this rank's (collective).
 
@@ -310,14 +294,6 @@ class DistributedDataParallel(TorchNames):
         if self._averaging.comparison is not None:
             self._averaging.comparison.expect_writes()
         return super().train(mode)
-
-    def _after_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        syncs = self._sync.has_group and torch.is_grad_enabled() and self.require_backward_grad_sync
-        if syncs and module.training and self.will_sync_module_buffers() and not buffers_go_before_forward(self):
-            self._sync_module_buffers(0)
-        self._sync.after_forward(module, inputs, kwargs, output)
-        if self._delayed is not None:
-            self._delayed.prepare()
 
     # -- Buffers -------------------------------------------------------------------------------------------------------
 
@@ -341,15 +317,6 @@ class DistributedDataParallel(TorchNames):
         futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
         if futures is not None and self.reducer is not None:
             self.reducer.schedule.wait_at_end(futures)
-
-    def _start_buffers(self) -> Callable[[], None]:
-        """Begin to send the buffers beside the gradients, so that all ranks evaluate the same ones after each step.
-
-        For every reduction, whether or not its forward was one in training: ranks must not differ in that.
-        """
-        if not self.will_sync_module_buffers() or getattr(self, "buffer_hook", None) is not None:
-            return send_no_buffers
-        return self._sync.buffers.start(self.named_module_buffers.items())
 
     # -- What synchronises, and how ------------------------------------------------------------------------------------
 
@@ -384,6 +351,11 @@ class DistributedDataParallel(TorchNames):
         self.logger.joins_uneven_inputs = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return self._uneven.begin(self._sync_module_buffers, sends_buffers=self.forward_sync_buffers)
+
+    @property
+    def _is_joining(self) -> bool:
+        is_enabled: bool = self._join_config.enable
+        return is_enabled
 
     def _join_forward(self, *, sends_buffers: bool) -> int:
         """Say to ranks without inputs what this forward does; return the rank whose buffers are sent (collective)."""
@@ -477,153 +449,147 @@ def state_for_copy(attributes: Mapping[str, Any], delayed: tuple[list[str], str]
 
 @final
 class ModuleSync:
-    """Does around a forward what a wrapper without `join` and hooks of its own does, also when that was deleted.
+    """Does around a forward what a wrapper does, also when that was deleted.
 
         model = DistributedDataParallel(model)
         return model.module                        # a recipe that many copy
 
     When torch's wrapper is deleted, each rank trains alone, without an error. So what the module's hooks need lives as
-    long as the module, until the group is destroyed or the module is wrapped again.
+    long as the module, until the group is destroyed or the module is wrapped again. A living wrapper is asked for what
+    it alone has: `join`, a user's hook for buffers, delayed parameters.
     """
 
     def __init__(self, model: TrainedModel, world: World, averaging: Averaging, *, syncs_buffers: bool) -> None:
-        self.handles: list[RemovableHandle] = []
+        self.wrapper: Callable[[], DistributedDataParallel | None] = _no_wrapper
         self.buffers = BufferBroadcast(world)
+        self._handles: list[RemovableHandle] = []
+        self._model = model
         self._world = world
+        self._averaging = averaging
         self._reducer = averaging.reducer
         self._comparison = averaging.comparison
         self._syncs_buffers = syncs_buffers
         self._within = ModuleBuffers(model)
         self._puts_time_first = model.module is not None and puts_time_first(model.module)
         self._loaded = LoadedKeys()
-        if model.module is not None:
-            self.handles.append(model.module.register_load_state_dict_post_hook(self._loaded))
 
     @property
     def has_group(self) -> bool:
         return self._world.has_group
 
+    def connect(self, wrapper: DistributedDataParallel) -> None:
+        """Be called around the forwards of its module, and where its buffers are sent (local)."""
+        module = wrapper.module
+        self.wrapper = weakref.ref(wrapper)
+        if self._reducer is not None:
+            self._reducer.schedule.send_besides = partial(_start_weakly, weakref.WeakMethod(self.start_buffers))
+        # On the inner module, so that a forward through `.module` is seen as well.
+        self._handles = [
+            module.register_load_state_dict_post_hook(self._loaded),
+            module.register_forward_pre_hook(ForwardHook(self, self.before_forward), with_kwargs=True),
+            module.register_forward_hook(ForwardHook(self, self.after_forward), with_kwargs=True),
+        ]
+
     def before_forward(self, module: nn.Module, _inputs: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         """Prepare for a forward (collective in training)."""
-        if self._reducer is None or self._world.group is None or not self.has_group:
-            return
-        self._reducer.finish_interrupted()
-        self.begin_forward(module)
-        if module.training and torch.is_grad_enabled():
-            buffers = self.named_buffers() if self._syncs_buffers else {}
-            if buffers and self._reducer.watch.synchronizes:
-                self.buffers.source = 0  # the wrapper may have left that of a `join`
-                self.buffers.broadcast(buffers.items())
-            self._reducer.times.begin_forward()
-
-    def named_buffers(self) -> dict[str, Tensor]:
-        return self._within.named()
-
-    def begin_forward(self, module: nn.Module) -> None:
+        if not self.has_group:
+            return  # the module itself is called, to use it on one rank
+        wrapper, reducer = self.wrapper(), self._reducer
+        if reducer is not None:
+            reducer.finish_interrupted()
+        trains = module.training and torch.is_grad_enabled()
+        sends_buffers = trains and (reducer is None or reducer.watch.synchronizes) and self._will_send_buffers(wrapper)
+        joins = wrapper is not None and wrapper._is_joining  # noqa: SLF001 - the wrapper's own part
+        self._averaging.set_joining(joins)
         self._loaded.warn()
         if self._comparison is not None and torch.is_grad_enabled():
             self._comparison.begin_forward(is_training=module.training)
-
-    def start_buffers(self) -> Callable[[], None]:
-        """Begin to send the buffers beside the gradients; return what ends it (collective)."""
-        buffers = self.named_buffers() if self._syncs_buffers else {}
-        self.buffers.source = 0
-        return self.buffers.start(buffers.items())
+        source = wrapper._join_forward(sends_buffers=sends_buffers) if wrapper is not None and joins else 0  # noqa: SLF001
+        self.buffers.source = source
+        if sends_buffers and buffers_go_before_forward(wrapper):
+            self._send_buffers(wrapper, source)
+        if trains and reducer is not None:
+            if wrapper is not None:
+                wrapper.logger.sample(reducer)
+            reducer.times.begin_forward()
 
     def after_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._reducer is not None and torch.is_grad_enabled():
+        """Let its backward be reduced (collective where a user's hook sends buffers)."""
+        wrapper, reducer = self.wrapper(), self._reducer
+        if wrapper is not None and not buffers_go_before_forward(wrapper):
+            syncs = self.has_group and torch.is_grad_enabled() and wrapper.require_backward_grad_sync
+            if syncs and module.training and self._will_send_buffers(wrapper):
+                self._send_buffers(wrapper, 0)
+        if reducer is not None and torch.is_grad_enabled():
             given = [*inputs, *kwargs.values()]
             num_samples = count_samples(given, output, time_first=self._puts_time_first)
             outputs = list(find_tensors(output))
             on_reached = None
             if self._comparison is not None:
                 on_reached = self._comparison.end_forward(module, given, outputs)
-            self._reducer.mark(*outputs, num_samples=num_samples, on_reached=on_reached)
+            reducer.mark(*outputs, num_samples=num_samples, on_reached=on_reached)
+        if wrapper is not None and wrapper._delayed is not None:  # noqa: SLF001 - the wrapper's own part
+            wrapper._delayed.prepare()  # noqa: SLF001
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        return self._within.named()
+
+    def start_buffers(self) -> Callable[[], None]:
+        """Begin to send the buffers beside the gradients, so that all ranks evaluate the same ones after each step.
+
+        For every reduction, whether or not its forward was one in training: ranks must not differ in that. Returns what
+        ends it (collective).
+        """
+        wrapper = self.wrapper()
+        if not self._will_send_buffers(wrapper) or getattr(wrapper, "buffer_hook", None) is not None:
+            return send_no_buffers
+        if wrapper is None:
+            self.buffers.source = 0  # it may have left that of a `join`
+        return self.buffers.start(self.named_buffers().items())
 
     def close(self) -> None:
         """Do nothing more, and let the module go (local)."""
-        while self.handles:
-            self.handles.pop().remove()
+        while self._handles:
+            self._handles.pop().remove()
         if self._reducer is not None:
             self._reducer.close()
         if self._comparison is not None:
             self._comparison.close()
 
+    def _will_send_buffers(self, wrapper: DistributedDataParallel | None) -> bool:
+        if wrapper is not None:
+            return wrapper.will_sync_module_buffers()
+        return self._syncs_buffers and bool(self.named_buffers())
+
+    def _send_buffers(self, wrapper: DistributedDataParallel | None, source: int) -> None:
+        if wrapper is not None:
+            wrapper._sync_module_buffers(source)  # noqa: SLF001 - torch's name, which a subclass may have
+        else:
+            self.buffers.broadcast(self.named_buffers().items())
+
 
 @final
-class ModuleHook:
-    """A wrapper's hook on its module: calls the wrapper's method, or the module sync's when the wrapper was deleted.
-
-    A copy of it calls nothing. People copy the inner module: `copy.deepcopy(model.module)` for an average of weights,
-    `torch.save(model.module)` as a checkpoint. An ordinary hook would be copied with the wrapper, its buckets and its
-    process group.
-    """
-
-    def __init__(
-        self,
-        method: "weakref.WeakMethod[Callable[..., None]]",
-        otherwise: Callable[..., None],
-        module_sync: ModuleSync,
-    ) -> None:
-        self._method = method
-        self._otherwise = otherwise
+class ForwardHook(ModuleHook):
+    def __init__(self, module_sync: ModuleSync, call: Callable[..., None]) -> None:
         self.module_sync = module_sync
+        self._call = call
 
     @disable_compiler
     def __call__(self, *arguments: Any) -> None:
-        (self._method() or self._otherwise)(*arguments)
-
-    @property
-    def is_orphaned(self) -> bool:
-        return self._method() is None
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> "Callable[..., None]":
-        return _nothing
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        return _the_hook_without_effect, ()
-
-
-def connect(
-    wrapper: nn.Module,
-    sync: ModuleSync,
-    averaging: Averaging,
-    start: Callable[[], Callable[[], None]],
-    before: Callable[..., None],
-    after: Callable[..., None],
-) -> None:
-    """Call a wrapper's methods around the forwards of its module, and where its buffers are sent (local).
-
-    All are held weakly: when the wrapper was deleted, `sync` does what is needed. `start` begins to send the buffers
-    and returns what waits for that (collective).
-    """
-    assert isinstance(wrapper.module, nn.Module)
-    close_orphans(wrapper.module)
-    if averaging.comparison is not None:
-        averaging.comparison.order.wrapper = weakref.ref(wrapper)
-    if averaging.reducer is not None:
-        averaging.reducer.schedule.send_besides = partial(
-            start_buffers, weakref.WeakMethod(start), weakref.WeakMethod(sync.start_buffers)
-        )
-    before_hook = ModuleHook(weakref.WeakMethod(before), sync.before_forward, sync)
-    after_hook = ModuleHook(weakref.WeakMethod(after), sync.after_forward, sync)
-    # On the inner module, so that a forward through `.module` is seen as well.
-    sync.handles += [
-        wrapper.module.register_forward_pre_hook(before_hook, with_kwargs=True),
-        wrapper.module.register_forward_hook(after_hook, with_kwargs=True),
-    ]
+        self._call(*arguments)
 
 
 def close_orphans(module: nn.Module) -> None:
     """Remove the hooks of deleted wrappers of this module, which is about to be wrapped again (local)."""
     for hook in list(forward_pre_hooks(module).values()):
-        if isinstance(hook, ModuleHook) and hook.is_orphaned:
+        if isinstance(hook, ForwardHook) and hook.module_sync.wrapper() is None:
             hook.module_sync.close()
 
 
-def _nothing(*_arguments: Any) -> None:
-    """Do nothing: the hook of a copy."""
+def _start_weakly(method: "weakref.WeakMethod[Callable[[], Callable[[], None]]]") -> Callable[[], None]:
+    start = method()
+    return send_no_buffers if start is None else start()
 
 
-def _the_hook_without_effect() -> Callable[..., None]:
-    return _nothing
+def _no_wrapper() -> None:
+    """Return no wrapper: it is not connected yet."""

@@ -9,12 +9,10 @@ Per forward of the ranks that still have inputs, in this order; a joined rank ta
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import JoinHook
 
 from lockstep.comm import World
@@ -24,55 +22,22 @@ from lockstep.reduce import TrainedModel
 
 
 @final
-class JoinCalls:
-    """The collectives by which the ranks within `join` agree."""
-
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self._group = group
-        self._device = device
-
-    def exchange_forward(self, *, buffers: bool, reduction: bool) -> tuple[bool, bool]:
-        """Return whether any rank sends buffers before this forward, and reduces after it (collective)."""
-        flags = torch.tensor([float(buffers), float(reduction)], device=self._device)
-        dist.all_reduce(flags, group=self._group)
-        any_buffers, any_reduction = flags.tolist()
-        return any_buffers > 0, any_reduction > 0
-
-    def highest_rank(self, *, is_candidate: bool) -> int:
-        """Return the highest rank of the group that is a candidate (collective; at least one rank is)."""
-        own = torch.tensor([self._group.rank() if is_candidate else -1], device=self._device)
-        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._group)
-        return int(own.item())
-
-
-@final
 class WrapperJoinHook(JoinHook):
-    """Mirrors the collectives of a wrapper on a rank that has no inputs left; all that it is given are collective."""
+    """Mirrors the collectives of a wrapper on a rank that has no inputs left."""
 
-    def __init__(
-        self,
-        calls: JoinCalls,
-        sync_buffers: Callable[[int], None],
-        reduce_nothing: Callable[[], None] | None,
-        sync_final_model: Callable[[bool], None],
-    ) -> None:
+    def __init__(self, uneven: "UnevenInputs", sync_buffers: Callable[[int], None], *, sends_buffers: bool) -> None:
         super().__init__()
-        self._calls = calls
+        self._uneven = uneven
         self._sync_buffers = sync_buffers
-        self._reduce_nothing = reduce_nothing
-        self._sync_final_model = sync_final_model
+        self._sends_buffers = sends_buffers
 
     def main_hook(self) -> None:
         """Mirror one forward and backward of the others (collective)."""
-        buffers, reduction = self._calls.exchange_forward(buffers=False, reduction=False)
-        if buffers:
-            self._sync_buffers(self._calls.highest_rank(is_candidate=False))
-        if reduction and self._reduce_nothing is not None:
-            self._reduce_nothing()
+        self._uneven.mirror_forward(self._sync_buffers)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the final model (collective)."""
-        self._sync_final_model(is_last_joiner)
+        self._uneven.end(is_last_joiner=is_last_joiner, sends_buffers=self._sends_buffers)
 
 
 @final
@@ -85,14 +50,12 @@ class UnevenInputs:
         self._world = world
         self._group = world.group
         self._averaging = averaging
-        self._calls = JoinCalls(world.group, device)
+        self._device = device
 
     def begin(self, sync_buffers: Callable[[int], None], *, sends_buffers: bool) -> WrapperJoinHook:
         """Begin with `join`; return what a rank without inputs does (each rank calls)."""
         self._averaging.set_joining(True)
-        reducer = self._averaging.reducer
-        reduce_nothing = None if reducer is None else reducer.reduce_nothing
-        return WrapperJoinHook(self._calls, sync_buffers, reduce_nothing, partial(self._end, sends_buffers))
+        return WrapperJoinHook(self, sync_buffers, sends_buffers=sends_buffers)
 
     def divide_by(self, num_ranks: int) -> None:
         """Let the next mean be over so many ranks (each rank calls)."""
@@ -100,12 +63,33 @@ class UnevenInputs:
 
     def begin_forward(self, *, sends_buffers: bool, reduces: bool) -> int | None:
         """Say to ranks without inputs what this forward does; return the rank whose buffers are sent (collective)."""
-        self._calls.exchange_forward(buffers=sends_buffers, reduction=reduces and self._averaging.reducer is not None)
-        return self._calls.highest_rank(is_candidate=True) if sends_buffers else None
+        self._exchange_forward(buffers=sends_buffers, reduction=reduces and self._averaging.reducer is not None)
+        return self._highest_rank(is_candidate=True) if sends_buffers else None
 
-    def _end(self, sends_buffers: bool, is_last_joiner: bool) -> None:
+    def mirror_forward(self, sync_buffers: Callable[[int], None]) -> None:
+        """Take part in a forward and backward of the others without inputs (collective)."""
+        buffers, reduction = self._exchange_forward(buffers=False, reduction=False)
+        if buffers:
+            sync_buffers(self._highest_rank(is_candidate=False))
+        if reduction and self._averaging.reducer is not None:
+            self._averaging.reducer.reduce_nothing()
+
+    def end(self, *, is_last_joiner: bool, sends_buffers: bool) -> None:
         """Take the model of a rank that joined last (collective)."""
-        source = self._calls.highest_rank(is_candidate=is_last_joiner)
+        source = self._highest_rank(is_candidate=is_last_joiner)
         broadcast_model(self._model, self._group, source, with_buffers=sends_buffers)
         self.divide_by(self._world.world_size)
         self._averaging.set_joining(False)
+
+    def _exchange_forward(self, *, buffers: bool, reduction: bool) -> tuple[bool, bool]:
+        """Return whether any rank sends buffers before this forward, and reduces after it (collective)."""
+        flags = torch.tensor([float(buffers), float(reduction)], device=self._device)
+        dist.all_reduce(flags, group=self._group)
+        any_buffers, any_reduction = flags.tolist()
+        return any_buffers > 0, any_reduction > 0
+
+    def _highest_rank(self, *, is_candidate: bool) -> int:
+        """Return the highest rank of the group that is a candidate (collective; at least one rank is)."""
+        own = torch.tensor([self._group.rank() if is_candidate else -1], device=self._device)
+        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._group)
+        return int(own.item())

@@ -17,7 +17,7 @@ from torch.nn import parallel as torch_parallel
 
 from lockstep.comm import World
 from lockstep.parallel.arguments import warn_of_ignored
-from lockstep.parallel.averaging import AveragingOptions
+from lockstep.parallel.comparison import ComparisonOptions
 from lockstep.reduce import CommHook, Reducer
 from lockstep.settings import read_settings
 from lockstep.torch_private.groups import gloo_num_threads
@@ -245,7 +245,7 @@ def list_options(wrapper: Any) -> dict[str, Any]:
     }
 
 
-def describe_shared_arguments(wrapper: Any, *, sends_at_start: bool, given: AveragingOptions) -> list[str]:
+def describe_shared_arguments(wrapper: Any, *, sends_at_start: bool, given: ComparisonOptions) -> list[str]:
     """Return the arguments of a wrapper that must be the same on all ranks, each with its value."""
     names = ("find_unused_parameters", "static_graph", "skip_all_reduce_unused_params")
     precision = wrapper.mixed_precision

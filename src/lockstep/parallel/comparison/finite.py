@@ -4,21 +4,38 @@ A mean with a NaN of one rank is NaN on all. So each rank looks at its own gradi
 it finds travels with the status. A step with them would make every parameter NaN. But a backward with them is no
 mistake yet: a GradScaler looks for them and leaves the step out, and a script may clear them. So the step is looked at.
 
-Here for the CPU; for other devices `lockstep.parallel.comparison.finite_on_device`.
+On an asynchronous device, to read a gradient is to wait for the device. So two things are computed there and copied to
+pinned memory, and the host reads them when it has launched the next backward: then the device has work to do meanwhile.
+
+    backward N      the largest magnitude of each gradient of this rank, before it is reduced
+    step N          that of each gradient which the optimizer is given: the mean, the same on all ranks. If one is not
+                    finite, the device itself leaves the step of a fused optimizer out.
+    backward N + 1  the host reads what backward N has left; it travels with this status, so all know rank and parameter
+    step N + 1      the host reads what step N has left, and raises or logs
+
+Where the device cannot leave a step out (an optimizer without `fused=True`, or the first step of a parameter, whose
+state is not made yet), `nonfinite="skip"` waits for the device in each step, and "stop" raises after that step.
 """
 
 import logging
-from collections.abc import Sequence
-from typing import Final, Literal, Protocol, final
+import math
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.errors import LossError
-from lockstep.processes.user_line import user_line
-from lockstep.reduce import GroupStatus
-from lockstep.reduce.buckets import Bucket
+from lockstep.parallel.comparison.check import Check, Reduced
+from lockstep.processes.user_line import CodeLine, user_line
+from lockstep.reduce import GroupStatus, RankStatus
+from lockstep.reduce.buckets import Bucket, SparseBucket
 from lockstep.reduce.tensor_bits import is_finite
+from lockstep.torch_private.modules import foreach_norm, has_step_on_device, optimizer_step_pre_hooks
 
 _LOGGER = logging.getLogger("lockstep")
 
@@ -28,41 +45,59 @@ NONFINITE_ADVICE: Final = (
 )
 
 
-class FiniteCheck(Protocol):
-    """Looks for gradients that are not finite, on one rank."""
-
-    def know(self, names: list[str]) -> None:
-        """Say by which names the parameters are numbered, the same on all ranks (local)."""
-
-    def look_at(self, bucket: Bucket) -> None:
-        """Look at gradients that are about to be reduced (local)."""
-
-    def take_number(self) -> int:
-        """Return the number of the first parameter that was found, from 1 on; 0 for none (local)."""
-
-    def note(self, status: GroupStatus, num_reductions: int) -> None:
-        """Note what was found on all ranks in a reduction (local)."""
-
-    def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        """Look at a step; a `LossError`, for this one or the last one, is raised on every rank alike."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Put back what was changed for a step (local)."""
-
-
-@final
-class FiniteGradients:
-    """Looks for gradients on the CPU that are not finite (a `FiniteCheck`)."""
+class FiniteCheck(Check, ABC):
+    """Looks for gradients that are not finite, on one rank; its number travels in a field of its own."""
 
     def __init__(self, nonfinite: Literal["stop", "skip"]) -> None:
         self._skips = nonfinite == "skip"
         self._names: list[str] = []
-        self._own = 0
+        """By which the parameters are numbered, the same on all ranks."""
         self._found = ""
-        self._hidden: list[tuple[nn.Parameter, object]] = []
+        self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
 
-    def know(self, names: list[str]) -> None:
-        self._names = names
+    def know(self, named: Sequence[tuple[str, nn.Parameter]], module: nn.Module | None) -> None:  # noqa: ARG002
+        self._names = [name for name, _ in named]
+
+    def fill_in(self, status: RankStatus) -> RankStatus:
+        number = self.take_number()
+        return replace(status, nonfinite=number) if number else status
+
+    def reset(self, reduction: Reduced | None) -> None:
+        if reduction is not None:
+            self.note(reduction.status, reduction.number)
+
+    @abstractmethod
+    def take_number(self) -> int:
+        """Return the number of the first parameter that was found, from 1 on; 0 for none (local)."""
+
+    @abstractmethod
+    def note(self, status: GroupStatus, num_reductions: int) -> None:
+        """Note what was found on all ranks in a reduction (local)."""
+
+    @abstractmethod
+    def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Look at a step; a `LossError`, for this one or the last one, is raised on every rank alike."""
+
+    def after_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - one steps at a time
+        """Put back what was changed for a step (local)."""
+        while self._hidden:
+            parameter, gradient = self._hidden.pop()
+            parameter.grad = gradient
+
+    def _hide(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let an optimizer's step change nothing."""
+        self._hidden = [(each, each.grad) for each in parameters]
+        for each in parameters:
+            each.grad = None
+
+
+@final
+class FiniteGradients(FiniteCheck):
+    """Looks for gradients on the CPU that are not finite."""
+
+    def __init__(self, nonfinite: Literal["stop", "skip"]) -> None:
+        super().__init__(nonfinite)
+        self._own = 0
 
     def look_at(self, bucket: Bucket) -> None:
         odd = "" if self._own else bucket.name_nonfinite()
@@ -83,19 +118,12 @@ class FiniteGradients:
             return
         if self._skips:
             _LOGGER.warning("%s, so that optimizer step changes nothing. (LS312)", self._found)
-            self._hidden = [(each, each.grad) for each in parameters]
-            for each in parameters:
-                each.grad = None
+            self._hide(parameters)
             return
         raise LossError(
             f"{self._found}, and the mean over the ranks with it; the optimizer's step at {user_line()} would make "
             f"parameters NaN on all of them. {NONFINITE_ADVICE} (LS312)"
         )
-
-    def after_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - one steps at a time
-        while self._hidden:
-            parameter, gradient = self._hidden.pop()
-            parameter.grad = gradient  # type: ignore[assignment]
 
 
 def describe_nonfinite(status: GroupStatus, names: Sequence[str], backward: int) -> str:
@@ -106,3 +134,172 @@ def describe_nonfinite(status: GroupStatus, names: Sequence[str], backward: int)
         if number
     ]
     return f"In backward {backward} the gradient {' and '.join(places)} was not finite" if places else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LaunchedUpdate:
+    """A step that was launched before the host knew whether its gradients were finite."""
+
+    read: Callable[[], Sequence[bool]]
+    """Returns whether the gradient of each parameter was finite."""
+    parameters: Sequence[nn.Parameter]
+    """Those that had a gradient."""
+    is_left_out: bool
+    """Whether the device left the step out if they were not."""
+    line: CodeLine
+
+
+@final
+class FiniteGradientsOnDevice(FiniteCheck):
+    """Looks for gradients that are not finite, without a wait."""
+
+    def __init__(self, nonfinite: Literal["stop", "skip"]) -> None:
+        super().__init__(nonfinite)
+        self._numbers: dict[str, int] = {}
+        self._looked: list[tuple[Sequence[str], Tensor]] = []
+        self._devices: set[torch.device] = set()
+        self._before: tuple[Sequence[torch.Event], Sequence[tuple[Sequence[str], Tensor]]] | None = None
+        self._launched: weakref.WeakKeyDictionary[Optimizer, _LaunchedUpdate] = weakref.WeakKeyDictionary()
+        self._updated: weakref.WeakKeyDictionary[Optimizer, tuple[object, set[nn.Parameter]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._marks: weakref.WeakKeyDictionary[Optimizer, Tensor] = weakref.WeakKeyDictionary()
+
+    def know(self, named: Sequence[tuple[str, nn.Parameter]], module: nn.Module | None) -> None:
+        super().know(named, module)
+        self._numbers = {name: number for number, name in enumerate(self._names, start=1)}
+
+    def look_at(self, bucket: Bucket) -> None:
+        if isinstance(bucket, SparseBucket):
+            return
+        slots = [slot for slot in bucket.slots if slot.place.numel() > 0]
+        if slots:
+            largest = _largest([slot.place for slot in slots])
+            self._looked.append(([slot.name for slot in slots], _copy_to_host(largest)))
+            self._devices.add(largest.device)
+
+    def take_number(self) -> int:
+        """Return the number of the first parameter that was found in the backward before; 0 for none (local)."""
+        before, looked = self._before, self._looked
+        self._before, self._looked = None, []
+        if looked:
+            self._before = [_record_event(device) for device in self._devices], looked
+        if before is None:
+            return 0
+        events, parts = before
+        for event in events:
+            event.synchronize()
+        for names, largest in parts:
+            for name, value in zip(names, largest.tolist(), strict=True):
+                if not math.isfinite(value):
+                    return self._numbers.get(name, 0)
+        return 0
+
+    def note(self, status: GroupStatus, num_reductions: int) -> None:
+        """Note what was found on all ranks in the reduction before (local)."""
+        self._found = describe_nonfinite(status, self._names, num_reductions - 1)
+
+    def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Judge the last step of this optimizer, and launch a look at this one."""
+        self._unmark(optimizer)
+        self._judge(optimizer)
+        if getattr(optimizer, "found_inf", None) is not None:
+            return  # a fused optimizer is given what a GradScaler has found
+        held = [each for each in parameters if each.grad is not None and not each.grad.is_sparse and each.numel() > 0]
+        if not held:
+            return
+        largest = _largest([each.grad for each in held if each.grad is not None])
+        can_be_left_out = self._can_be_left_out(optimizer, held)
+        step = _LaunchedUpdate(
+            read=_start_copy(largest), parameters=held, is_left_out=can_be_left_out, line=user_line()
+        )
+        if can_be_left_out:
+            mark = (~largest.isfinite().all()).float()
+            fused: Any = optimizer
+            fused.grad_scale, fused.found_inf = None, mark
+            self._marks[optimizer] = mark
+        elif self._skips and not all(step.read()):
+            self._log_skipped(step, "changes")
+            self._hide(parameters)
+            return
+        else:
+            self._updated[optimizer] = optimizer.state, {*self._updated_parameters(optimizer), *held}
+        self._launched[optimizer] = step
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self._unmark(optimizer)
+        super().after_step(optimizer)
+
+    def _can_be_left_out(self, optimizer: Optimizer, held: Sequence[nn.Parameter]) -> bool:
+        return (
+            has_step_on_device(optimizer)
+            and not optimizer_step_pre_hooks(optimizer)
+            and self._updated_parameters(optimizer).issuperset(held)
+            and len({each.device for each in held}) == 1
+        )
+
+    def _updated_parameters(self, optimizer: Optimizer) -> set[nn.Parameter]:
+        """Return the parameters whose state a step has made: one that is left out would leave it without values."""
+        state, updated = self._updated.get(optimizer, (None, set()))
+        return updated if state is optimizer.state else set()
+
+    def _unmark(self, optimizer: Optimizer) -> None:
+        mark = self._marks.pop(optimizer, None)
+        fused: Any = optimizer
+        if mark is not None and getattr(optimizer, "found_inf", None) is mark:
+            del fused.grad_scale, fused.found_inf
+
+    def _judge(self, optimizer: Optimizer) -> None:
+        step = self._launched.pop(optimizer, None)
+        if step is None or all(step.read()):
+            return
+        if self._skips:
+            self._log_skipped(step, "changed")
+            return
+        became = (
+            "changed nothing: the device left it out"
+            if step.is_left_out
+            else "has made parameters NaN on all of them: load a checkpoint"
+        )
+        raise LossError(
+            f"{self._describe(step)}, and the mean over the ranks with it. The optimizer's step at {step.line} "
+            f"{became}. This is known one step later, because the device is not waited for. {NONFINITE_ADVICE} (LS312)"
+        )
+
+    def _log_skipped(self, step: _LaunchedUpdate, verb: str) -> None:
+        _LOGGER.warning("%s, so the optimizer's step at %s %s nothing. (LS312)", self._describe(step), step.line, verb)
+
+    def _describe(self, step: _LaunchedUpdate) -> str:
+        number = list(step.read()).index(False)
+        return self._found or f"A mean gradient of shape {tuple(step.parameters[number].shape)} was not finite"
+
+
+@torch.no_grad()
+def _largest(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the largest magnitude in each tensor: finite if all numbers are, and never too large to be held."""
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    return torch.stack([each.float().to(real[0].device) for each in foreach_norm(real, ord=math.inf)])
+
+
+def _copy_to_host(largest: Tensor) -> Tensor:
+    """Start to copy to pinned memory; it is complete after an event that is recorded now."""
+    on_host = torch.empty(largest.shape, pin_memory=True)
+    return on_host.copy_(largest, non_blocking=True)
+
+
+def _start_copy(largest: Tensor) -> Callable[[], Sequence[bool]]:
+    """Start to copy to pinned memory; return what waits for it and reads which are finite."""
+    on_host = _copy_to_host(largest)
+    event = _record_event(largest.device)
+
+    def read() -> Sequence[bool]:
+        event.synchronize()
+        return [math.isfinite(value) for value in on_host.tolist()]
+
+    return read
+
+
+def _record_event(device: torch.device) -> torch.Event:
+    event = torch.Event(device)
+    event.record()
+    return event

@@ -1,51 +1,231 @@
-"""The training forwards of one rank: how many no backward has reached, where the last one was, and in which mode."""
+"""The forwards of one rank: how many no backward has reached, where the last one was, and how the layers ran in it.
 
-from collections.abc import Callable, Sequence
+A probability of dropout or an activation that differs shows in no parameter. It is compared when a model is wrapped, by
+what `print(model)` shows, and warned of. In which mode each layer was, and whether autocast was on, is compared in each
+backward.
+"""
+
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
+from lockstep.comm import World
+from lockstep.errors import LockstepError, ReductionError, counted
+from lockstep.parallel.comparison.check import (
+    SWITCH,
+    Check,
+    Lines,
+    Reduced,
+    Scope,
+    others_than_first,
+    warn_once,
+)
 from lockstep.processes.user_line import NO_LINE, CodeLine, user_line
+from lockstep.reduce import RankStatus, TrainedModel
+from lockstep.reduce.tensor_bits import sum_of_bits
+
+_OF_THE_RANK = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+|(?<=[xn]pu:)\d+")
+"""What differs between ranks that are alike: an address, as functions have it when they are printed; a device."""
 
 
 @final
-class TrainingForwards:
+class TrainingForwards(Check):
     """Counts forwards whose backwards are to be reduced."""
 
     def __init__(self) -> None:
         self.num_unused = 0
-        self.is_training = True
+        self.num_reached = 0
+        """How many forwards the last reduction has reached, and the backwards before it that were not reduced."""
         self.line: CodeLine = NO_LINE
         self._counts = False
         self._num_reached = 0
 
-    def begin(self, *, counts: bool) -> None:
+    def begin_forward(self, *, counts: bool) -> None:
         """Note that a forward begins; `counts` whether it is one whose backward is to be reduced (local)."""
         self.line = user_line()
         self._counts = counts
         self.num_unused += counts
 
-    def end(self, module: nn.Module, outputs: Sequence[Tensor]) -> Callable[[], None] | None:
+    def end_forward(self, outputs: Sequence[Tensor]) -> Callable[[], None] | None:
         """Note that a forward has ended; return what to call when a backward reaches it, None if none can (local)."""
         counts, self._counts = self._counts, False
         if not any(output.grad_fn is not None for output in outputs):
             self.num_unused -= counts
             return None
-        self.is_training = module.training
         return partial(self._note_reached, counts=counts)
 
-    def end_backward(self) -> int:
-        """Note that a backward has ended, which is reduced; return how many forwards it and those before reached."""
+    def fill_in(self, status: RankStatus) -> RankStatus:
         if self._num_reached == 0 and self.num_unused > 0:
             self.num_unused -= 1  # tensors are not found in what it has returned
-        num_reached, self._num_reached = self._num_reached, 0
-        return num_reached
+        self.num_reached, self._num_reached = self._num_reached, 0
+        return status
 
-    def forget(self) -> None:
-        """Expect no backward of the forwards so far (local)."""
+    def number(self) -> int:
+        return self.num_unused
+
+    def record(self) -> int:
+        return self.num_unused
+
+    def judge(self, found: Sequence[int], lines: Sequence[Lines]) -> LockstepError | None:
+        for rank, _ in others_than_first(found):
+            behind, other = (rank, 0) if found[rank] > found[0] else (0, rank)
+            return ReductionError(
+                f"Rank {behind} has run {counted(found[behind], 'training forward')} without a backward, and "
+                f"rank {other} {found[other]}: a batch was skipped there (out of memory, a loss that is not "
+                "finite, a loss that does not depend on the model), and its next backward met the one of that batch on "
+                "the other ranks. It would be one batch behind from now on, and leave them waiting at the end. Its "
+                f'last forward was at {lines[behind].forward}. Wrap with on_skip="zeros", or call '
+                "model.skip_backward() in place of backward() where a batch is skipped; or skip it on every rank. For "
+                "a forward on one rank alone use torch.no_grad() or eval(). (LS318)",
+            )
+        return None
+
+    def reset(self, reduction: Reduced | None) -> None:
+        if reduction is None:
+            self.expect_no_backward()
+
+    def expect_no_backward(self) -> None:
+        """Expect none of the forwards so far (local)."""
         self.num_unused = 0
 
     def _note_reached(self, *, counts: bool) -> None:
         self.num_unused -= counts
         self._num_reached += 1
+
+
+@final
+class ForwardState(Check):
+    """How the layers of a model ran in the last forward, on one rank."""
+
+    scope = Scope.RUN
+
+    def __init__(self, model: TrainedModel) -> None:
+        self._model = model
+        self._device_type = model.trained[0].spec.device.type
+        self._is_training = True
+        self._precision = "off"
+        self._last: tuple[bool, list[bool], str] = (True, [], "off")
+        self._number = 0
+
+    def end_forward(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
+        """Note it: a forward whose backward may be reduced has ended (local)."""
+        if any(output.grad_fn is not None for output in outputs):
+            self._is_training = module.training
+        self._precision = self._describe_precision()  # autocast may be over when the backward runs
+        now = (self._is_training, self._model.modes(), self._precision)
+        if now != self._last:
+            self._last, self._number = now, hash((now[0], *now[1], zlib.crc32(now[2].encode())))
+
+    def number(self) -> int:
+        return self._number
+
+    def record(self) -> tuple[bool, Mapping[str, str]]:
+        """Return the model's mode, and in words the mode of each layer, and autocast."""
+        root = self._model.module
+        named = [] if root is None else list(root.named_modules())
+        modes = {
+            f"layer {name} ({type(layer).__name__})": "in training mode" if layer.training else "in evaluation mode"
+            for name, layer in named
+            if name
+        }
+        return self._is_training, {**modes, "autocast": self._precision}
+
+    def judge(self, found: Sequence[tuple[bool, Mapping[str, str]]], lines: Sequence[Lines]) -> LockstepError | None:
+        trains, expected = found[0]
+        for rank, (is_training, _) in others_than_first(found):
+            if is_training != trains:
+                evaluating, other = (0, rank) if is_training else (rank, 0)
+                return ReductionError(
+                    f"Rank {evaluating} runs forward and backward in evaluation mode (its last forward was at "
+                    f"{lines[evaluating].forward}), and rank {other} in training mode. "
+                    f"Call model.train() on every rank after an evaluation. {SWITCH} (LS320)",
+                )
+        for rank, (_, state) in others_than_first(found):
+            name = next((name for name, value in expected.items() if state.get(name, value) != value), "")
+            if name:
+                return ReductionError(
+                    f"In the last forward {name} was {state[name]} on rank {rank} and {expected[name]} on rank 0. The "
+                    f"forward was at {lines[rank].forward} on rank {rank}, at {lines[0].forward} on rank 0. Choose "
+                    f"modes and precision alike on every rank. {SWITCH} (LS320)",
+                )
+        return None
+
+    def _describe_precision(self) -> str:
+        if not torch.is_autocast_enabled(self._device_type):
+            return "off"
+        return f"on, with {torch.get_autocast_dtype(self._device_type)}"
+
+
+def warn_of_unlike_layers(model: TrainedModel, world: World) -> None:
+    """Warn, on every rank, if layers were made with other options on some rank (collective)."""
+    odd = _find_first_difference(_describe_layers(model), world)
+    if odd is not None:
+        warn_once(
+            f"Layer {odd.name} of the wrapped model is {odd.here} on rank {odd.rank} and {odd.there} on rank 0. If "
+            "that is not meant, build the model with the same options on every rank.",
+            f"Layer {odd.name} of",
+            "LS320",
+        )
+
+
+def warn_of_unlike_buffers(model: TrainedModel, world: World) -> None:
+    """Warn, on every rank, if buffers that nobody sends are not the same on all ranks (collective)."""
+    odd = _find_first_difference({name: _describe_buffer(buffer) for name, buffer in model.buffers()}, world)
+    if odd is not None:
+        warn_once(
+            f"Buffer {odd.name} of the wrapped model is {odd.here} on rank {odd.rank} and {odd.there} on rank 0, and "
+            "with broadcast_buffers=False each rank keeps its own. Make it by the same seed on every rank, or leave "
+            "broadcast_buffers out, which sends rank 0's.",
+            f"Buffer {odd.name} of",
+            "LS304",
+            if_meant="If each rank is to have its own",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnlikePart:
+    name: str
+    rank: int
+    here: str
+    """What it is on that rank; `there` on rank 0."""
+    there: str
+
+
+def _find_first_difference(own: Mapping[str, str], world: World) -> _UnlikePart | None:
+    """Return what is not the same on all ranks, by name (collective)."""
+    if len(set(world.gather_objects(zlib.crc32(repr(own).encode())))) == 1:
+        return None
+    expected, *others = world.gather_objects(own)
+    for rank, found in enumerate(others, start=1):
+        for name in chain(expected, found):
+            here, there = found.get(name, "not there"), expected.get(name, "not there")
+            if here != there:
+                return _UnlikePart(name=name, rank=rank, here=here, there=there)
+    return None
+
+
+def _describe_buffer(buffer: Tensor) -> str:
+    shape = "x".join(map(str, buffer.shape)) or "scalar"
+    can_be_read = type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta and buffer.numel()
+    bits = f" with number {int(sum_of_bits([buffer])):x}" if can_be_read else ""
+    return f"a tensor ({shape}, {buffer.dtype}){bits}"
+
+
+def _describe_layers(model: TrainedModel) -> dict[str, str]:
+    root = model.module
+    return {name: _describe(layer) for name, layer in (() if root is None else root.named_modules())}
+
+
+def _describe(layer: nn.Module) -> str:
+    try:
+        options = layer.extra_repr()
+    except Exception:  # noqa: BLE001 - the user's own, which may need what is not there yet
+        options = ""
+    return _OF_THE_RANK.sub("", f"{type(layer).__name__}({options})")

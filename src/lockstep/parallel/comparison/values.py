@@ -1,4 +1,4 @@
-"""The values of the parameters, as numbers that must be the same on all ranks.
+"""The values of the parameters, and of the gradients with which an optimizer steps, as numbers for all ranks.
 
 [Note: what lasts] Weights may be elsewhere while a backward runs, on each rank in another place, and be put back before
 the optimizer steps: sharpness-aware minimization, noise on weights, averages swapped in for an evaluation. So what is
@@ -10,28 +10,74 @@ To read all parameters takes as long as a part of an update. So it is done only 
     after the first steps after wrapping, then every 64th         all parameters
     something but an optimizer has written (version counters)     all parameters
     after train() or eval(), where averaged weights come and go   all parameters
-    else                                                          a part of two parameters, others each time
+    in every fourth                                               a part of eight parameters, others each time
 
 The part is for what no counter shows: `parameter.data.copy_(...)`, and an optimizer whose state differs.
+
+A reduction leaves the same gradients on all ranks. If nobody writes to them before the optimizer steps, nothing has to
+be read. Who writes to them all, as clipping does, writes to the few that are looked at here. In every fourth
+step, buckets that are small and a part of others are read in any case: that shows a write to one gradient alone, and
+one through `.data`.
 """
 
+import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import final
+from dataclasses import dataclass
+from typing import Final, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.comm import World, group_store
+from lockstep.errors import LockstepError, ReductionError
+from lockstep.parallel.comparison.check import (
+    SWITCH,
+    Check,
+    Lines,
+    Reduced,
+    Scope,
+    others_than_first,
+)
+from lockstep.reduce import Reducer
+from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.tensor_bits import glance_at_bits, sum_of_bits
 from lockstep.torch_private.modules import version_of
 
-_NUM_FIRST = 4
-_NUM_BETWEEN = 64
-_WINDOW = 2
-_WINDOW_ELEMENTS = 1 << 15
-SWITCH = "If that is meant, wrap with compare=False."
-"""What ends an alarm."""
-Values = Mapping[str, tuple[int, float]]
-"""The sum of each parameter's bits, which decides, and that of its numbers, which is shown, by name."""
+_NUM_FIRST: Final = 4
+_NUM_BETWEEN: Final = 64
+_NUM_BETWEEN_PARTS: Final = 4
+_WINDOW: Final = 8
+_WINDOW_ELEMENTS: Final = 1 << 11
+"""So many elements of a parameter, or of a bucket, are read in a step where there is no reason to read more."""
+_ROUNDING: Final = 256
+"""Times the precision of their dtype: values that differ by less were rounded otherwise."""
+_NUM_SEEN: Final = 8
+"""Gradients that are looked at in each step, others each time."""
+_SMALL_BYTES: Final = 1 << 14
+"""Buckets up to this size together are read in each step, of others a part."""
+_WAIT_SECONDS: Final = 4.0
+"""The other ranks have just taken part in the same all-reduce, if there was one."""
+_PAUSE_SECONDS: Final = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """What is known of one parameter's values."""
+
+    bits: int
+    """The sum of its bits, which decides."""
+    total: float
+    """The sum of its numbers, which is shown."""
+    slope: float
+    """Their sum with weights that grow from -1 to 1."""
+    rounding: float
+    """By how much the sums may differ where the numbers were rounded otherwise."""
+
+
+Values = Mapping[str, Value]
+"""By name; empty where this rank does not know what lasts."""
 
 
 @final
@@ -45,11 +91,13 @@ class ReplicaValues:
         *,
         may_read: bool,
     ) -> None:
+        self.were_moved = False
+        """Whether something but the optimizers has ever written to the parameters."""
         self._list_parameters = list_parameters
         self._awaits_step = awaits_step
         self._may_read = may_read
         self._num_asked = self._num_read = 0
-        self._has_steps = self._is_read = False
+        self._has_steps = self._is_read = self._is_over = False
         self._waits: bool | None = None
         self._number = 0
         self._wants_all = False
@@ -59,18 +107,27 @@ class ReplicaValues:
         self.look()
 
     def look(self) -> None:
+        """Find the parameters anew (local)."""
         self._named = [(name, each) for name, each in self._list_parameters() if type(each.detach()) is Tensor]
         self._parameters = [each for _, each in self._named]
         self._num_writes = self._count_writes()
         self._is_due = True
 
+    def stop(self) -> None:
+        """Compare them no more (local; on all ranks)."""
+        self._is_over = True
+        self._number = 0
+
     def begin_update(self) -> None:
         """Note that an optimizer is about to write to the parameters (local)."""
-        self._is_due = self._is_due or self.was_written()
+        if not self._is_read and self.was_written():
+            self._is_due = self.were_moved = True
 
     def end_update(self) -> None:
         """Read what an optimizer's step has left, if it is the first one since a reduction (local)."""
         self._has_steps = True
+        if self._is_over:
+            return
         self._num_writes = self._count_writes()
         if not self._is_read:
             self._is_read = True
@@ -88,13 +145,13 @@ class ReplicaValues:
         """Return a number for the values, as far as they were looked at this time (local)."""
         self._num_asked += 1
         self._is_read = False
-        if self._has_steps:
+        if self._has_steps or self._is_over:
             return self._number
         if self._waits is None:
             self._waits = self._awaits_step()
         elif self._num_asked > _NUM_BETWEEN:
             self._waits = False  # it holds them and never steps
-        if self._waits is not False:
+        if self._waits:
             return 0
         before, self._num_writes = self._num_writes, self._count_writes()
         self._read(was_written=self._num_writes != before)
@@ -104,7 +161,10 @@ class ReplicaValues:
         """Return the values by name; nothing where they are not what lasts (local). See [Note: what lasts]."""
         if self._all is not None:
             return self._all
-        if (self._has_steps and self._has_moved()) or (not self._has_steps and self._waits is not False):
+        if self._is_over or not (self._has_steps or self._waits is False):
+            return {}
+        if self._has_steps and self._has_moved():
+            self.were_moved = True
             return {}
         return self._sum_up()
 
@@ -121,12 +181,15 @@ class ReplicaValues:
         places: Iterable[tuple[nn.Parameter, int | None]] = ()
         if was_written or (is_due and self._may_read):
             places = ((each, None) for each in self._parameters)
+        elif turn % _NUM_BETWEEN_PARTS and self._all is None:
+            self._places = ()
+            return  # with the number of the last time
         elif self._may_read and self._parameters:
-            places = self._window(turn)
+            places = self._window(turn // _NUM_BETWEEN_PARTS)
         self._places = list(places)
         self._seen = self._glance()
         sums = () if self._all is None else self._all.values()
-        self._number = hash((self._seen, *(bits for bits, _ in sums)))
+        self._number = hash((self._seen, *(each.bits for each in sums)))
 
     def _window(self, turn: int) -> Iterable[tuple[nn.Parameter, int]]:
         number = len(self._parameters)
@@ -134,13 +197,13 @@ class ReplicaValues:
             yield self._parameters[place % number], place // number
 
     def _has_moved(self) -> bool:
-        return self.was_written() or self._glance() != self._seen
+        return self.was_written() or (bool(self._places) and self._glance() != self._seen)
 
     def _glance(self) -> int:
         return glance_at_bits(*(_some_rows(parameter, part) for parameter, part in self._places))
 
     def _sum_up(self) -> Values:
-        return {name: (int(sum_of_bits([each])), float(each.detach().sum())) for name, each in self._named}
+        return {name: _sum_up(each.detach()) for name, each in self._named}
 
     def _count_writes(self) -> int:
         return sum(map(version_of, self._parameters))
@@ -153,3 +216,189 @@ def _some_rows(tensor: Tensor, part: int | None) -> Tensor:
     num_rows = max(1, _WINDOW_ELEMENTS * tensor.size(0) // tensor.numel())
     first = part * num_rows % tensor.size(0)
     return torch.Tensor.narrow(tensor.detach(), 0, first, min(num_rows, tensor.size(0) - first))
+
+
+def _sum_up(tensor: Tensor) -> Value:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = real.reshape(-1).double()
+    weights = torch.linspace(-1, 1, flat.numel(), dtype=flat.dtype, device=flat.device)
+    precision = torch.finfo(real.dtype).eps if real.is_floating_point() else 0.0
+    return Value(
+        bits=int(sum_of_bits([tensor])) if tensor.numel() else 0,
+        total=float(flat.sum()),
+        slope=float(flat @ weights),
+        rounding=_ROUNDING * precision * float(flat.norm()),
+    )
+
+
+def odd_parameters(found: Values, expected: Values) -> list[str]:
+    """Return the names of those that differ; none where a rank does not know its values (pure)."""
+    return [name for name, value in expected.items() if found.get(name, value).bits != value.bits]
+
+
+def differ_by_rounding(found: Values, expected: Values, names: Iterable[str]) -> bool:
+    """Return whether these values are the same but for the rounding of some operations (pure)."""
+    pairs = [(found[name], expected[name]) for name in names]
+    return all(
+        max(abs(here.total - there.total), abs(here.slope - there.slope)) <= min(here.rounding, there.rounding)
+        for here, there in pairs
+    )
+
+
+@final
+class StepGradients(Check):
+    """The reduced gradients, from the end of a reduction to the optimizer's step and on to the next backward.
+
+    Compared is whether the backward began with those of an earlier step in `.grad`.
+    """
+
+    scope = Scope.RUN
+
+    def __init__(self, reducer: "weakref.ref[Reducer]", *, may_read: bool) -> None:
+        self._reducer = reducer
+        self._may_read = may_read
+        self._turn = 0
+        self._seen: list[nn.Parameter] = []
+        self._marks: list[tuple[int, int]] = []
+        self._first = 0, 0
+        self._is_fresh = self._was_fresh = True
+        self._keeps = False
+
+    def begin(self) -> None:
+        self._was_fresh = self._is_fresh
+        if self._is_fresh:
+            self._is_fresh = False
+            self._keeps = self._are_kept()
+
+    def forget_begin(self) -> None:
+        self._is_fresh = self._is_fresh or self._was_fresh
+
+    def number(self) -> int:
+        return int(self._keeps)
+
+    def record(self) -> bool:
+        return self._keeps
+
+    def judge(self, found: Sequence[bool], lines: Sequence[Lines]) -> LockstepError | None:
+        for rank, keeps in others_than_first(found):
+            keeping, other = (rank, 0) if keeps else (0, rank)
+            return ReductionError(
+                f"The backward of rank {keeping} has added to the gradients of an earlier step, and on rank {other} "
+                "they had been cleared, so the mean would have been of other things. The last forward was at "
+                f"{lines[0].forward}. Call optimizer.zero_grad() on every rank alike. {SWITCH} (LS313)",
+            )
+        return None
+
+    def reset(self, reduction: Reduced | None) -> None:
+        self._is_fresh = True
+        self._seen, self._marks, self._first = [], [], (0, 0)
+        reducer = self._reducer()
+        if reduction is None or reducer is None:
+            return
+        buckets = reducer.buckets
+        number = sum(len(bucket.slots) for bucket in buckets)
+        self._turn += 1
+        if number:
+            chosen = {
+                0,
+                number - 1,
+                *(index % number for index in range(self._turn * _NUM_SEEN, (self._turn + 1) * _NUM_SEEN)),
+            }
+            self._seen = [_parameter_at(buckets, index) for index in sorted(chosen)]
+            self._marks = _mark_gradients(self._seen)
+            self._first = self._marks[0]
+
+    def note_step(self) -> None:
+        self._first = _mark_gradients(self._seen[:1])[0] if self._seen else (0, 0)
+
+    def number_of_step(self) -> int:
+        """Return a number for what the optimizer is given; 0 if that is what the reduction has left (local)."""
+        reducer = self._reducer()
+        if reducer is None or not self._may_read:
+            return 0
+        now = _mark_gradients(self._seen)
+        was_written = now != self._marks
+        if not was_written and self._turn % _NUM_BETWEEN_PARTS:
+            return 0
+        messages = [bucket.message for bucket in reducer.buckets if not bucket.message.is_sparse]
+        if not was_written and messages and sum([message.nbytes for message in messages]) > _SMALL_BYTES:
+            turn = self._turn // _NUM_BETWEEN_PARTS
+            return glance_at_bits(_some_rows(messages[turn % len(messages)], turn // len(messages)))
+        moved = [
+            parameter.grad
+            for parameter, (key, _), (before, _) in zip(self._seen, now, self._marks, strict=True)
+            if key != before
+        ]
+        there = [each for each in moved if each is not None]
+        return hash((glance_at_bits(*messages, *there), *(each is None for each in moved)))
+
+    def _are_kept(self) -> bool:
+        """Return whether `.grad` holds what the last reduction or step has left."""
+        return self._first[0] != 0 and _mark_gradients(self._seen[:1])[0] == self._first
+
+
+def _parameter_at(buckets: Sequence[Bucket], index: int) -> nn.Parameter:
+    number = 0
+    while index >= len(buckets[number].slots):
+        index -= len(buckets[number].slots)
+        number += 1
+    return buckets[number].slots[index].parameter
+
+
+def _mark_gradients(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+    """Return what shows that gradients were replaced or written to. References would count as a holder's."""
+    gradients = [parameter.grad for parameter in parameters]
+    return [(0, 0) if each is None else (id(each), version_of(each)) for each in gradients]
+
+
+def has_unsynchronized(reducer: Reducer, parameters: Sequence[nn.Parameter]) -> str:
+    """Return the name of a parameter whose gradient was accumulated and not reduced; empty if there is none."""
+    chosen = set(map(id, parameters))
+    slots = (slot for bucket in reducer.buckets for slot in bucket.slots if id(slot.parameter) in chosen)
+    return next((slot.name for slot in slots if slot.is_unsynced and slot.parameter.grad is not None), "")
+
+
+@final
+class HandAveraging:
+    """Finds out whether gradients that were not reduced are the same on all ranks all the same.
+
+        with model.no_sync():
+            loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        optimizer.step()
+
+    No call shows that it was done for every gradient. But then all ranks step with the same gradients, bit for bit, and
+    with gradients of its own each rank has others. So each rank publishes a number for its gradients in the group's
+    store, and waits a moment for those of the others. No collective: ranks that do not step by hand would not take part
+    in it. The first steps are compared, then every 64th.
+    """
+
+    def __init__(self, world: World, model_number: int) -> None:
+        store = None if world.group is None else group_store(world.group)
+        self._store = None if store is None else dist.PrefixStore(f"lockstep/by_hand/{model_number}", store)
+        self._world = world
+        self._num_steps = 0
+        self._published: list[str] = []
+
+    def is_done(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Return whether all ranks are about to step with the same gradients (each rank with such a step calls)."""
+        number, self._num_steps = self._num_steps, self._num_steps + 1
+        if self._store is None:
+            return False
+        if number >= _NUM_FIRST and number % _NUM_BETWEEN:
+            return True
+        gradients = [each.grad for each in parameters]
+        there = [each for each in gradients if each is not None]
+        own = hash((glance_at_bits(*there), *(each is None for each in gradients)))
+        keys = [f"{number}/{rank}" for rank in range(self._world.world_size)]
+        self._store.set(keys[self._world.rank], f"{own}")
+        self._published.append(keys[self._world.rank])
+        if len(self._published) > 2:  # noqa: PLR2004 - whoever has published the last one has read those before it
+            self._store.delete_key(self._published.pop(0))
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE_SECONDS)
+        return all(int(self._store.get(key)) == own for key in keys)

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import json
 import logging
 import os
 import sys
@@ -22,18 +23,19 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sequential
 import lockstep as ls
 from lockstep.comm import World
 from lockstep.errors import ReductionError
-from lockstep.parallel.comparison import by_hand, ending, outside
-from lockstep.parallel.comparison.batches import SameDataWarning, UnevenBatchWarning
-from lockstep.parallel.comparison.by_hand import HandAveraging
+from lockstep.parallel.comparison import optimizers, order, values
+from lockstep.parallel.comparison.data import DataSamplers, LoaderPositions, SameDataWarning, UnevenBatchWarning
 from lockstep.parallel.comparison.data_items import describe_items
-from lockstep.parallel.comparison.ending import EndOfScript
-from lockstep.parallel.comparison.forwards import TrainingForwards
-from lockstep.parallel.comparison.layers import _describe
-from lockstep.parallel.comparison.loaders import LoaderPositions
-from lockstep.parallel.comparison.optimizers import OptimizerSteps
-from lockstep.parallel.comparison.outside import IdleOptimizers, OutsideValue, find_outside_difference
-from lockstep.parallel.comparison.samplers import DataSamplers
-from lockstep.parallel.comparison.wrap_order import find_other_order
+from lockstep.parallel.comparison.forwards import _describe
+from lockstep.parallel.comparison.optimizers import (
+    IdleOptimizers,
+    OptimizerSteps,
+    OutsideParameters,
+    OutsideValue,
+    find_outside_difference,
+)
+from lockstep.parallel.comparison.order import WrappedModels, find_other_order
+from lockstep.parallel.comparison.values import HandAveraging
 from lockstep.reduce import GroupStatus
 
 
@@ -81,7 +83,7 @@ def status(sizes: tuple[int, int], backwards: tuple[int, int]) -> GroupStatus:
 def test_a_rank_that_accumulates_more_now_and_then_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
     warning = UnevenBatchWarning()
     for sizes, backwards in [((8, 4), (2, 1)), ((4, 4), (1, 1)), ((8, 4), (2, 1))]:
-        warning.look_at(status(sizes, backwards))
+        warning.compare(status(sizes, backwards))
     (said,) = recwarn.list
     assert "rank 0 trained on 8 samples in 2 backwards and rank 1 on 4 in 1 backward" in str(said.message)
 
@@ -101,7 +103,7 @@ def test_steps_that_alternate_between_numbers_of_forwards_have_one_ratio(
 ) -> None:
     warning = UnevenBatchWarning()
     for each in sizes:
-        warning.look_at(status(each, (1, 1)))
+        warning.compare(status(each, (1, 1)))
     assert [str(said.message)[:16] for said in recwarn.list] == ["In one step rank"]
 
 
@@ -119,7 +121,7 @@ def test_sizes_that_vary_or_are_not_known_are_not_warned_of(
 ) -> None:
     warning = UnevenBatchWarning()
     for each in sizes:
-        warning.look_at(status(each, (1, 1)))
+        warning.compare(status(each, (1, 1)))
     assert not recwarn.list
 
 
@@ -152,16 +154,15 @@ def test_an_optimizer_of_other_parameters_is_not_refused() -> None:
         step_idly(IdleOptimizers(), model, torch.optim.SGD(nn.Linear(2, 5).parameters()), num_reductions)
 
 
-def end_of(rank: int, store: dist.Store, num_backwards: int, monkeypatch: pytest.MonkeyPatch) -> EndOfScript:
-    monkeypatch.setattr(ending, "group_store", lambda _group: store)
-    ending._end_of_script.cache_clear()
+def end_of(rank: int, store: dist.Store, num_backwards: int, monkeypatch: pytest.MonkeyPatch) -> WrappedModels:
+    monkeypatch.setattr(order, "group_store", lambda _group: store)
     group: Any = object()
-    world = World(rank=rank, world_size=2, group=group)
-    end = EndOfScript(world, "a model", 1, TrainingForwards(), OptimizerSteps())
-    end.close()  # not at the end of this process
+    wrapped = WrappedModels(World(rank=rank, world_size=2, group=group))
+    model = wrapped.model(wrapped.add())
+    model.title = "a model"
     for _ in range(num_backwards):
-        end.note_begun()
-    return end
+        model.begin_reduction()
+    return wrapped
 
 
 def test_a_rank_that_ends_reads_that_another_one_waits_for_it(
@@ -170,9 +171,9 @@ def test_a_rank_that_ends_reads_that_another_one_waits_for_it(
     store = dist.HashStore()
     ahead, behind = end_of(0, store, 7, monkeypatch), end_of(1, store, 7, monkeypatch)
     with caplog.at_level(logging.WARNING, "lockstep"):
-        thread = threading.Thread(target=behind._tell)
+        thread = threading.Thread(target=behind.compare_ends)
         thread.start()
-        ahead.post_wait(8)
+        ahead.post("waits", {1: 8})
         thread.join(20)
     (said,) = caplog.messages
     assert "The script of rank 1 has ended after 7 backwards of a model, and rank 0 has begun backward 8" in said
@@ -183,13 +184,15 @@ def test_a_forked_child_that_ends_is_not_the_end_of_the_script(tmp_path: Path, m
     handlers: list[Callable[[], object]] = []
     monkeypatch.setattr(atexit, "register", handlers.append)
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    end_of(0, store, 7, monkeypatch).post_wait(7)
+    wrapped = end_of(0, store, 7, monkeypatch)
+    wrapped.watch()
+    wrapped.post("waits", {1: 7})
     child = os.fork()
     if child == 0:
         handlers[0]()
         os._exit(0)
     os.waitpid(child, 0)
-    assert dist.PrefixStore("lockstep/end/1", store).get("0").split()[2] == b"waits"
+    assert json.loads(dist.PrefixStore("lockstep/end", store).get("0"))[0] == "waits"
 
 
 def test_ranks_that_end_together_read_nothing(
@@ -197,7 +200,7 @@ def test_ranks_that_end_together_read_nothing(
 ) -> None:
     store = dist.HashStore()
     ends = [end_of(rank, store, 3, monkeypatch) for rank in range(2)]
-    threads = [threading.Thread(target=end._tell) for end in ends]
+    threads = [threading.Thread(target=end.compare_ends) for end in ends]
     with caplog.at_level(logging.WARNING, "lockstep"):
         for thread in threads:
             thread.start()
@@ -212,38 +215,46 @@ def test_a_rank_that_has_failed_is_no_rank_that_has_skipped_a_batch(
     # The others said that it had skipped a batch, below its own traceback.
     store = dist.HashStore()
     failing, other = end_of(0, store, 3, monkeypatch), end_of(1, store, 4, monkeypatch)
-    other.post_wait(8)
+    other.post("waits", {1: 8})
     with caplog.at_level(logging.WARNING, "lockstep"):
         monkeypatch.setattr(sys, "last_value", KeyError("mine"), raising=False)
-        failing._tell()
+        failing.compare_ends()
         monkeypatch.delattr(sys, "last_value")
-        other._tell()
+        other.compare_ends()
     assert not caplog.messages
 
 
 def test_a_rank_that_has_wrapped_many_models_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "_LONGEST_WAIT_SECONDS", 0.1)
-    ends = [end_of(0, dist.HashStore(), 3, monkeypatch) for _ in range(2)]
-    for end in ends:
-        end_of_other = end._store
-        assert end_of_other is not None
-        end_of_other.set("1", "3 0 runs line")
-    ends[0]._tell()
+    monkeypatch.setattr(order, "_LONGEST_WAIT_SECONDS", 0.1)
+    wrapped = end_of(0, dist.HashStore(), 3, monkeypatch)
+    for _ in range(20):
+        wrapped.model(wrapped.add()).begin_reduction()
     pauses: list[float] = []
-    monkeypatch.setattr(ending, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
-    ends[1]._tell()  # its time is over since the first one's was
-    assert not pauses
+    monkeypatch.setattr(order, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
+    begin = time.monotonic()
+    wrapped.compare_ends()
+    assert pauses
+    assert time.monotonic() - begin < 2
 
 
 def test_a_rank_waits_for_one_more_backward_of_the_others_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     # It waited for ten seconds wherever another rank still saved or evaluated.
     times = iter([0.0, 60.0, 60.1, 60.2, 62.0, 99.0])  # the first backwards may compile
-    monkeypatch.setattr(ending, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    end = end_of(0, dist.HashStore(), 4, monkeypatch)
-    assert end._wait_seconds == pytest.approx(2.3)
-    end.note_begun()
-    end.note_begun()
-    assert end._wait_seconds == 10.0
+    monkeypatch.setattr(order, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    wrapped = end_of(0, dist.HashStore(), 4, monkeypatch)
+    assert wrapped.wait_seconds == pytest.approx(2.3)
+    wrapped.model(1).begin_reduction()
+    wrapped.model(1).begin_reduction()
+    assert wrapped.wait_seconds == 10.0
+
+
+def test_models_that_are_gone_are_forgotten_but_for_the_last_that_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = end_of(0, dist.HashStore(), 1, monkeypatch)
+    for index in range(200):
+        model = wrapped.model(wrapped.add())
+        if index % 2:
+            model.begin_reduction()
+    assert [each.number for each in wrapped.last()] == [187, 189, 191, 193, 195, 197, 199, 201]
 
 
 def compare_positions(*positions: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
@@ -374,7 +385,7 @@ def test_a_sampler_that_lacks_what_torchs_has_is_left_alone() -> None:
     samplers = DataSamplers(World(rank=0, world_size=2, group=None))
     samplers.find()
     samplers.count(2)
-    assert "epoch" not in str(samplers.describe())
+    assert "epoch" not in str(samplers.record())
     del sampler
 
 
@@ -413,8 +424,8 @@ def test_unlike_numbers_of_samplers_are_compared_once() -> None:
     samplers = DataSamplers(World(rank=0, world_size=2, group=None))
     samplers.find()
     before = samplers.number()
-    samplers.compare([samplers.describe(), ()])
-    assert (samplers.describe(), samplers.number() == before) == ((), False)
+    samplers.judge([samplers.record(), ()], [])
+    assert (samplers.record(), samplers.number() == before) == ((), False)
     del sampler
 
 
@@ -445,7 +456,7 @@ def step_by_hand(gradients: list[float]) -> list[bool]:
         found[rank] = by_hand_.is_done([parameter])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_hand, "group_store", lambda _group: store)
+        patch.setattr(values, "group_store", lambda _group: store)
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(gradients))]
         for thread in threads:
             thread.start()
@@ -460,18 +471,18 @@ def test_gradients_that_are_the_same_on_all_ranks_were_averaged_by_hand() -> Non
 
 
 def test_a_rank_that_steps_alone_with_its_own_gradients_waits_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_hand, "_WAIT_SECONDS", 0.1)
-    monkeypatch.setattr(by_hand, "group_store", lambda _group: dist.HashStore())
+    monkeypatch.setattr(values, "_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(values, "group_store", lambda _group: dist.HashStore())
     group: Any = object()
     assert not HandAveraging(World(rank=1, world_size=2, group=group), 1).is_done([nn.Parameter(torch.zeros(3))])
 
 
 def test_equal_gradients_of_unlike_inputs_are_not_the_same_data() -> None:
     def look(inputs: tuple[int, int]) -> None:
-        warning = SameDataWarning()
+        warning = SameDataWarning(may_read=True)
         status: Any = SimpleNamespace(empty=(), inputs=inputs, gradients=(5, 5))
         for _ in range(3):
-            warning.look_at(status)
+            warning.compare(status)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -503,13 +514,13 @@ def test_parameters_of_other_wrappers_are_asked_for_seldom(monkeypatch: pytest.M
         asked.append(parameter)
         return len(asked) <= 4
 
-    monkeypatch.setattr(outside, "has_place", has_place)
+    monkeypatch.setattr(optimizers, "has_place", has_place)
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.SGD([parameter], 0.1)
-    found, held = outside.OutsideParameters(may_read=True), OptimizerSteps().parameters_of(optimizer, ())
+    found, held = OutsideParameters(may_read=True), OptimizerSteps().parameters_of(optimizer, ())
     for _ in range(64):
         found.note_step(optimizer, held)
-    assert (len(asked), found.describe()) == (4, ())
+    assert (len(asked), found.record()) == (4, ())
     found.note_step(optimizer, held)  # its wrapper is gone
-    assert [each.shape for each in found.describe()] == [(3,)]
+    assert [each.shape for each in found.record()] == [(3,)]

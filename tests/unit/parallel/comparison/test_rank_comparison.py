@@ -2,7 +2,7 @@
 
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import lockstep as ls
 from lockstep.comm import World
-from lockstep.errors import LockstepError, ParameterMismatchError
-from lockstep.parallel.comparison import by_hand
+from lockstep.errors import LockstepError, ParameterMismatchError, ReductionError
+from lockstep.parallel.comparison import values
+from lockstep.parallel.comparison.check import Check, Lines, Scope
 
 NUM_STEPS = 5
 
@@ -32,7 +33,7 @@ def rows(rank: int, step: int) -> Tensor:
 @pytest.fixture(autouse=True)
 def no_waits_but_in_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are threads take turns."""
-    monkeypatch.setattr(by_hand, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(values, "_WAIT_SECONDS", 0.0)
 
 
 class Loop:
@@ -140,7 +141,7 @@ def writes_without_an_optimizer(loop: Loop) -> None:
 
 
 def writes_to_a_frozen_layer(loop: Loop) -> None:
-    loop.module[0].requires_grad_(requires_grad=False)
+    loop.module[0].requires_grad_(False)
     writes_on_one_rank(loop)
 
 
@@ -453,3 +454,76 @@ def test_the_switch_that_an_alarm_names_ends_it(script: Callable[[Loop], object]
 )
 def test_weights_that_are_moved_and_put_back_are_no_difference(script: Callable[[Loop], object]) -> None:
     assert not any(run(script))
+
+
+def moves_by_adding_and_subtracting(loop: Loop) -> None:
+    for loop.step in range(NUM_STEPS):
+        steps = [noise(each, 10 * loop.step + loop.rank) for each in loop.model.parameters()]
+        for sign in (1, -1):
+            with torch.no_grad():
+                for each, step in zip(loop.model.parameters(), steps, strict=True):
+                    each.add_(step, alpha=sign)
+            if sign == 1:
+                loop.backward()
+        loop.optimizer.step()
+
+
+def test_weights_that_are_put_back_with_another_rounding_are_a_warning() -> None:
+    texts = run(moves_by_adding_and_subtracting)
+    assert len(texts) == 2
+    assert all("differ by their rounding" in text and "copy_()" in text for text in texts)
+
+
+# -- A check of one's own ----------------------------------------------------------------------------------------------
+
+
+class OwnCheck(Check):
+    """Notes at which moments it was called; its number is that of the rank from a step on."""
+
+    scope = Scope.RUN
+
+    def __init__(self, loop: Loop) -> None:
+        self.called: set[str] = set()
+        self._loop = loop
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_") and callable(getattr(Check, name, None)):
+            self.called.add(name)
+        return super().__getattribute__(name)
+
+    def number(self) -> int:
+        return self._loop.rank if self._loop.step == 3 else 0
+
+    def record(self) -> int:
+        return self._loop.rank
+
+    def judge(self, found: Sequence[int], lines: Sequence[Lines]) -> LockstepError | None:
+        is_of_all = found == [0, 1] and all(str(each.forward) and str(each.step) for each in lines)
+        return ReductionError(f"Ranks have {found}.") if is_of_all else None
+
+
+MOMENTS = {name for name, value in vars(Check).items() if callable(value) and not name.startswith("_")}
+
+
+@pytest.mark.parametrize("compare", [True, False])
+def test_a_check_is_called_at_every_moment_and_its_finding_raised_on_all_ranks(*, compare: bool) -> None:
+    checks: list[OwnCheck] = []
+
+    def train_with_an_own_check(loop: Loop) -> None:
+        checks.append(OwnCheck(loop))
+        comparison = loop.model._averaging.comparison
+        comparison.checks.append(checks[-1])
+        comparison.set_joining(is_joining=True)  # as at any other time, it is compared no more and then again
+        comparison.set_joining(is_joining=False)
+        inputs = rows(loop.rank, 0).requires_grad_()
+        torch.autograd.grad(loop.model(inputs).sum(), inputs)  # a backward that accumulates nothing
+        loop.module[2].bias.requires_grad_(False)
+        loop.train()
+
+    texts = run(train_with_an_own_check, compare=compare)
+    if compare:
+        assert texts == ["ReductionError: Ranks have [0, 1]."] * 2
+        assert all(each.called == MOMENTS for each in checks)
+    else:
+        assert not any(texts)
+        assert all(each.called == MOMENTS - {"number", "record", "judge"} for each in checks)

@@ -1,0 +1,442 @@
+"""What the ranks train on: batches, DataLoaders and samplers.
+
+[Note: what is a batch] The first dimension of the inputs need not be the batch: packed sequences have their tokens
+there, heads of a detector their regions, and such sizes vary on each rank from step to step. A batch size does not,
+except for the last batch of an epoch. So sizes that differ between the ranks are warned of where they were the same on
+all ranks in all steps before, or differ in the same ratio as in one of the two steps before; and not any more after
+they have differed in two ways. The ratio, because steps may alternate between one forward and two: 3 samples and 2 are
+6 and 4 then.
+
+A rank that skips a batch before its forward is out of step:
+
+    for batch in loader:                 rank 0   batch 3  backward 3      batch 4  backward 4
+        try:                             rank 1   batch 3  an error        batch 4  backward 3     batch 5  backward 4
+            inputs = decode(batch)
+        except ValueError:
+            continue
+
+All calls of the ranks agree. But the iterators of DataLoaders count what they have yielded, and from then on rank 1 is
+ahead by one. So these counts are compared in each backward; where one rank is ahead by the same number in several
+backwards in a row, it is warned of.
+
+A wrapper is not given the samplers of a script, so it looks for them among the objects of the process: once, in the
+second reduction, when there are batches already.
+"""
+
+import gc
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import gcd
+from numbers import Number
+from typing import Any, Final, final
+
+from torch import Tensor
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from lockstep.comm import World
+from lockstep.errors import LockstepError, ReductionError
+from lockstep.parallel.comparison.check import (
+    SWITCH,
+    Check,
+    Lines,
+    Reduced,
+    Scope,
+    others_than_first,
+    warn_once,
+)
+from lockstep.parallel.comparison.data_items import describe_items, number_items
+from lockstep.processes.user_line import stacklevel_of_user
+from lockstep.reduce import GroupStatus, RankStatus
+from lockstep.reduce.buckets import Bucket
+from lockstep.reduce.model import Description, describe_differences
+from lockstep.reduce.status import FINGERPRINT_LIMIT
+from lockstep.reduce.tensor_bits import glance_at_bits
+from lockstep.torch_private.loaders import LoaderIterator, num_yielded
+from lockstep.torch_private.modules import tree_leaves
+
+_NUM_ALIKE: Final = 3
+"""So many reductions in a row show that ranks train on the same data, or that one stays ahead."""
+_NUM_WITH_DATA: Final = 4
+_NUM_BETWEEN_DATA: Final = 64
+"""In the first so many of every `_NUM_BETWEEN_DATA` reductions is seen whether ranks have the same data."""
+_FIRST_LOOK: Final = 2
+"""In which reduction iterators and samplers are looked for first; it takes some milliseconds."""
+_NUM_LOOKS: Final = 3
+_NUM_BETWEEN: Final = 256
+"""Iterators are looked for when none is left: so often, and once more after every so many reductions; where none was
+ever found, after twice, four times, ... as many, for it takes up to 0.1 s in a process of many objects."""
+_NUM_FRUITLESS: Final = 8
+"""After so many exchanges without a finding the counts are compared no more."""
+_NAMES: Final = ("num_replicas", "shuffle", "seed", "epoch", "drop_last", "num_samples")
+"""What of a sampler must be the same on all ranks."""
+
+
+@final
+class UnevenBatchWarning(Check):
+    """Warns once, on each rank, that ranks trained on different numbers of samples."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+        self._sizes: tuple[int, ...] = ()
+        self._recent: tuple[tuple[int, ...], ...] = ()
+        self._uneven: set[tuple[int, ...]] = set()
+        self._last_backwards: tuple[int, ...] = ()
+        self._is_even = True
+
+    def reset(self, reduction: Reduced | None) -> None:
+        if reduction is not None and self.is_compared and not self._is_done:
+            self.compare(reduction.status)
+
+    def compare(self, status: GroupStatus) -> None:
+        if self._is_done or status.empty:
+            return
+        backwards = status.nums_backwards
+        if len(set(backwards)) > 1 and _are_as_large_each(status):
+            is_first, self._last_backwards = self._last_backwards != backwards, backwards
+            if not is_first:  # a second time, so that a last, shorter accumulation is not warned of alone
+                self._warn(_describe_sizes(status) if status.uneven_batch_sizes else _describe_accumulation(backwards))
+            return
+        ratio = _reduce_ratio(status.batch_sizes)
+        is_first, was_even = not self._recent, self._is_even
+        is_next = ratio in self._recent or (not is_first and was_even)
+        before, self._sizes = self._sizes, status.batch_sizes
+        self._recent = (*self._recent[-1:], ratio)
+        self._is_even = was_even and len(set(ratio)) == 1 and ratio[0] > 0 and _is_multiple(before, self._sizes)
+        if status.uneven_batch_sizes:
+            self._uneven.add(ratio)
+            if is_next:
+                self._warn(_describe_sizes(status))
+            self._is_done = self._is_done or len(self._uneven) > 1  # they vary. [Note: what is a batch]
+
+    def _warn(self, text: str) -> None:
+        self._is_done = True
+        warnings.warn(text, stacklevel=stacklevel_of_user())
+
+
+@final
+class SameDataWarning(Check):
+    """Warns once, on each rank, that all ranks train on the same data.
+
+    They have the same gradients before the reduction, or the same inputs, which are others in each step: a grid of
+    coordinates is the same in all steps and on all ranks, and their targets are not.
+    """
+
+    def __init__(self, *, may_read: bool) -> None:
+        self._may_read = may_read
+        self._is_looking = may_read
+        self._num_alike = 0
+        self._last_inputs = 0
+        self._has_warned = False
+        self._inputs = 0
+        self._gradients = 0
+
+    def end_forward(self, inputs: Any) -> None:
+        if self._is_looking:
+            self.note_inputs(tree_leaves(inputs))
+
+    def look_at(self, bucket: Bucket) -> None:
+        if self._is_looking and not bucket.message.is_sparse and bool(bucket.gradients.any()):
+            self._gradients = _shorten(glance_at_bits(bucket.gradients))  # those of all ranks may be zero
+
+    def fill_in(self, status: RankStatus) -> RankStatus:
+        inputs, gradients = self._inputs, self._gradients
+        self._inputs = self._gradients = 0
+        return replace(status, inputs=inputs, gradients=gradients) if inputs or gradients else status
+
+    def reset(self, reduction: Reduced | None) -> None:
+        if reduction is not None:
+            self._is_looking = self._may_read and reduction.number % _NUM_BETWEEN_DATA < _NUM_WITH_DATA
+            self.compare(reduction.status)
+
+    def note_inputs(self, values: Iterable[Any]) -> None:
+        tensors = [
+            value for value in values if type(value) is Tensor and value.device.type == "cpu" and value.numel() > 0
+        ]
+        self._inputs = _shorten(glance_at_bits(*tensors)) if tensors else 0
+
+    def compare(self, status: GroupStatus) -> None:
+        if self._has_warned or status.empty or not any(status.gradients):
+            return  # not looked at this time
+        inputs = status.inputs[0]
+        has_same_inputs = inputs not in {0, self._last_inputs} and len(set(status.inputs)) == 1
+        # Gradients of unlike inputs are the same where another wrapper has averaged them, or where all are zero.
+        is_like = len(set(status.inputs)) == 1
+        has_same_gradients = is_like and status.gradients[0] != 0 and len(set(status.gradients)) == 1
+        self._last_inputs = inputs
+        self._num_alike = self._num_alike + 1 if has_same_inputs or has_same_gradients else 0
+        if self._num_alike < _NUM_ALIKE:
+            return
+        self._has_warned = True
+        what = "computed the same gradients" if has_same_gradients else "trained on the same inputs"
+        warn_once(
+            f"In {_NUM_ALIKE} steps in a row all {len(status.inputs)} ranks {what}, so they do the work of one. Give "
+            "each rank its own part of the data: DataLoader(dataset, sampler=ls.DistributedSampler(dataset)), or "
+            "another seed for random data.",
+            f"In {_NUM_ALIKE} steps in a row all",
+            "LS315",
+        )
+
+
+def _reduce_ratio(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    divisor = gcd(*sizes)
+    return tuple(size // divisor for size in sizes) if divisor else sizes
+
+
+def _is_multiple(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
+    """Return whether even sizes differ by a number of forwards, as far as can be seen."""
+    return not before or max(before[0], now[0]) % min(before[0], now[0]) == 0
+
+
+def _are_as_large_each(status: GroupStatus) -> bool:
+    """Return whether the batch of each backward has the same size on all ranks, as far as it is known."""
+    pairs = zip(status.batch_sizes, status.nums_backwards, strict=True)
+    return len({size / number for size, number in pairs if size > 0}) <= 1
+
+
+def _shorten(number: int) -> int:
+    """Return a number from 1 on that is small enough for the status; 0 for 0."""
+    return 1 + number % (FINGERPRINT_LIMIT - 1) if number else 0
+
+
+def _describe_sizes(status: GroupStatus) -> str:
+    sizes = status.batch_sizes
+    most, least = max(sizes), min(size for size in sizes if size > 0)
+    return (
+        f"In one step rank {sizes.index(most)} trained on {most} samples{_backwards(status, sizes.index(most))} and "
+        f"rank {sizes.index(least)} on {least}{_backwards(status, sizes.index(least))}, by the first dimension of the "
+        "inputs. DistributedDataParallel averages the ranks' gradients, so a sample of the smaller batch counts for "
+        "more. Give every rank the same number (DistributedSampler with drop_last, a DataLoader with drop_last=True, "
+        "as many micro-batches), or train with ls.Trainer, which weights by samples. If that "
+        "dimension is not the batch, or the loss is weighted already, ignore this warning: "
+        'warnings.filterwarnings("ignore", message="In one step rank"). It is given once. (LS314)'
+    )
+
+
+def _backwards(status: GroupStatus, rank: int) -> str:
+    number = status.nums_backwards[rank]
+    return "" if len(set(status.nums_backwards)) == 1 else f" in {number} backward{'' if number == 1 else 's'}"
+
+
+def _describe_accumulation(backwards: Sequence[int]) -> str:
+    most, least = max(backwards), min(backwards)
+    return (
+        f"In one step rank {backwards.index(most)} accumulated the gradients of {most} backwards and rank "
+        f"{backwards.index(least)} those of {least}. DistributedDataParallel averages the ranks' gradients, whatever "
+        "they are sums of. Accumulate over as many micro-batches on every rank, or weight the loss. This warning is "
+        'given once; warnings.filterwarnings("ignore", message="In one step rank") leaves it out. (LS314)'
+    )
+
+
+@final
+class LoaderPositions(Check):
+    """How far one rank is in the DataLoaders from which it draws, and whether others are as far."""
+
+    def __init__(self) -> None:
+        self._iterators: list[weakref.ref[Any]] = []
+        self._num_looks = 0
+        self._has_found = False
+        self._is_over = False
+        self._offsets: tuple[int, ...] = ()
+        self._num_alike = self._num_fruitless = self._last = self._num_reductions = 0
+
+    def record(self) -> tuple[int, ...]:
+        return self.describe()
+
+    def judge(self, found: Sequence[tuple[int, ...]], lines: Sequence[Lines]) -> None:  # noqa: ARG002
+        """Warn if a rank stays ahead."""
+        self.compare(found, self._num_reductions + 1)
+
+    def reset(self, reduction: Reduced | None) -> None:
+        if reduction is not None:
+            self._num_reductions = reduction.number
+            self.look(reduction.number)
+
+    def look(self, num_reductions: int) -> None:
+        """Look for the iterators, if there may be others; before `number` (local)."""
+        if self._is_over or num_reductions < _FIRST_LOOK or any(map(_is_there, self._iterators)):
+            return
+        spans = num_reductions // _NUM_BETWEEN
+        if self._num_looks < _NUM_LOOKS + (spans if self._has_found else spans.bit_length()):
+            self._num_looks += 1
+            objects = gc.get_objects()
+            kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, LoaderIterator)}
+            found = [each for each in objects if type(each) in kinds] if kinds else []
+            self._iterators = [weakref.ref(each) for each in found]
+            self._has_found = self._has_found or bool(found)
+
+    def describe(self) -> tuple[int, ...]:
+        """Return how many batches each of them has yielded; nothing where that is not compared (local)."""
+        if self._is_over:
+            return ()
+        counts = (num_yielded(each) for each in (reference() for reference in self._iterators) if each is not None)
+        return tuple(sorted(count for count in counts if count > 0))
+
+    def number(self) -> int:
+        return hash(self.describe())
+
+    def compare(self, positions: Sequence[tuple[int, ...]], num_reductions: int) -> None:
+        """Warn if a rank stays ahead; called where the ranks have exchanged what they are to compare (local)."""
+        if self._is_over or len(set(positions)) == 1:
+            return
+        self._num_fruitless += 1
+        if len(set(map(len, positions))) == 1:
+            first, *others = map(sum, positions)
+            offsets = tuple(other - first for other in others)
+            is_next = offsets == self._offsets and num_reductions == self._last + 1
+            self._num_alike = self._num_alike + 1 if is_next else 1
+            self._offsets, self._last = offsets, num_reductions
+            if self._num_alike >= _NUM_ALIKE:
+                self._warn(offsets)
+        self._is_over = self._is_over or self._num_fruitless >= _NUM_FRUITLESS
+
+    def _warn(self, offsets: Sequence[int]) -> None:
+        self._is_over = True
+        rank = next(rank for rank, offset in enumerate(offsets, start=1) if offset)
+        offset = offsets[rank - 1]
+        ahead, behind = (rank, 0) if offset > 0 else (0, rank)
+        batches = "1 batch" if abs(offset) == 1 else f"{abs(offset)} batches"
+        warnings.warn(
+            f"In {_NUM_ALIKE} backwards in a row rank {ahead} had drawn {batches} more from its DataLoader than rank "
+            f"{behind}. It has skipped a batch before its forward (an error of the data, `continue`), or has had a "
+            "longer or shorter epoch; it will be done before the others, which then wait for it. Call "
+            "model.skip_backward() in place of backward() where a batch is left out, or leave it out on every rank. "
+            "If a thread of yours draws batches ahead of the training, ignore this warning: "
+            'warnings.filterwarnings("ignore", message="In 3 backwards in a row rank"). It is given once. (LS318)',
+            stacklevel=stacklevel_of_user(),
+        )
+
+
+def _is_there(reference: "weakref.ref[Any]") -> bool:
+    return reference() is not None
+
+
+@final
+class DataSamplers(Check):
+    """Looks at the samplers of one rank: at all for what must be the same, at those that shuffle for their epochs."""
+
+    scope = Scope.RUN
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._found: list[weakref.ref[DistributedSampler[Any]]] = []
+        self._items: dict[int, dict[str, str]] = {}
+        self._epoch = 0
+        self._num_samples = 0
+        self._batch_size = 0
+        self._has_warned = False
+        self._is_asked = True
+
+    def find(self) -> None:
+        # By their types, of which there are few; not by `isinstance`, which runs the code of objects that stand for
+        # others.
+        objects = gc.get_objects()
+        kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedSampler)}
+        found = [each for each in objects if type(each) in kinds and _is_complete(each)] if kinds else []
+        # Not the DataLoader, which may be gone: its iterator holds this and not the loader.
+        cut = [each for each in objects if type(each) is BatchSampler] if found else []
+        self._batch_size = max(
+            (each.batch_size for each in cut if any(each.sampler is one for one in found)), default=0
+        )
+        self._found = [weakref.ref(each) for each in found]
+        # One replica: each rank may have data of its own.
+        self._items = {id(each): describe_items(each.dataset) for each in found if each.num_replicas != 1}
+        for sampler in found:
+            if sampler.shuffle and sampler.num_replicas != self._world.world_size and not self._has_warned:
+                self._has_warned = True
+                warn_once(
+                    f"A DistributedSampler was made for {sampler.num_replicas} replicas, and the model is trained on "
+                    f"{self._world.world_size} ranks: samples are left out, or seen by several ranks. Make it with "
+                    f"num_replicas={self._world.world_size}, or leave that out.",
+                    "A DistributedSampler was made for",
+                    "LS317",
+                )
+        self._begin_epoch()
+
+    def number(self) -> int:
+        """Return a number for what must be the same on all ranks (local)."""
+        if not self._found or not self._is_asked:
+            return 0
+        # Sorted: the order in which the collector lists objects depends on when it ran on this rank.
+        numbers = (
+            (*(int(getattr(each, name)) for name in self._names_of(each)), number_items(self._items.get(id(each), {})))
+            for each in self._alive()
+        )
+        return hash(tuple(sorted(numbers)))
+
+    def record(self) -> tuple[Description, ...]:
+        described = [
+            {**{name: repr(getattr(each, name)) for name in self._names_of(each)}, **self._items.get(id(each), {})}
+            for each in (self._alive() if self._is_asked else ())
+        ]
+        return tuple(sorted(described, key=lambda each: tuple(each.values())))
+
+    def judge(self, found: Sequence[Sequence[Description]], lines: Sequence[Lines]) -> LockstepError | None:  # noqa: ARG002
+        if len(set(map(len, found))) > 1:
+            self._is_asked = False  # else the ranks would exchange all that they compare, in each backward
+            return None
+        for rank, described in others_than_first(found):
+            for here, there in zip(described, found[0], strict=True):
+                if here != there:
+                    return ReductionError(
+                        f"The DistributedSamplers of ranks {rank} and 0 differ: {describe_differences(here, there)}. "
+                        "So some samples would be seen by several ranks, and others by none, or a rank is ahead of the "
+                        "other by batches that it has skipped or not had. Make samplers alike on every rank, over the "
+                        "same data in one order (sort what lists files), and call set_epoch with the same number on "
+                        f"all. {SWITCH} (LS317)",
+                    )
+        return None
+
+    def reset(self, reduction: Reduced | None) -> None:
+        if reduction is None:
+            return
+        if reduction.number == _FIRST_LOOK:
+            self.find()
+        if reduction.num_steps and self.is_compared:
+            # One batch per step, however many forwards and backwards it has.
+            self.count(reduction.batch_size // max(1, reduction.num_forwards))
+
+    def count(self, num_samples: int) -> None:
+        """Count the samples of a step, and warn if a second epoch has the order of the first (local)."""
+        samplers = self._shuffling() if self._found and not self._has_warned else []
+        if len(samplers) != 1:
+            return  # of several, which one is of the training data is not known
+        (sampler,) = samplers
+        if num_samples > self._batch_size:
+            self._batch_size = 0  # the first dimension is not that of samples: views, or tokens
+            return
+        if sampler.epoch != self._epoch or not num_samples:
+            self._begin_epoch()
+        self._num_samples += num_samples
+        if self._num_samples > sampler.num_samples:
+            self._has_warned = True
+            if getattr(sampler, "is_order_told", False):
+                return  # lockstep.DistributedSampler, which has warned by itself
+            sampler.is_order_told = True  # type: ignore[attr-defined]
+            warn_once(
+                f"A second epoch of a DistributedSampler has begun, and its epoch is still {sampler.epoch}: it "
+                "shuffles by seed and epoch, so every epoch has the same order. Call sampler.set_epoch(epoch) before "
+                "each epoch, with another number each time.",
+                "A second epoch of a DistributedSampler",
+                "LS316",
+            )
+
+    @staticmethod
+    def _names_of(sampler: DistributedSampler[Any]) -> Sequence[str]:
+        return _NAMES if sampler.num_replicas != 1 else _NAMES[:1]
+
+    def _begin_epoch(self) -> None:
+        self._num_samples = 0
+        self._epoch = next((each.epoch for each in self._shuffling()), 0)
+
+    def _shuffling(self) -> list[DistributedSampler[Any]]:
+        return [each for each in self._alive() if each.shuffle]
+
+    def _alive(self) -> list[DistributedSampler[Any]]:
+        return [each for each in (reference() for reference in self._found) if each is not None]
+
+
+def _is_complete(sampler: object) -> bool:
+    """Return whether a sampler has what torch's has: a subclass may not have called its `__init__`."""
+    return hasattr(sampler, "dataset") and all(isinstance(getattr(sampler, name, None), Number) for name in _NAMES)
