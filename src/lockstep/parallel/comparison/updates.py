@@ -135,8 +135,8 @@ class WatchedSteps(Check):
             odd = odd_parameters(record.values, found[0].values)
             if not odd:
                 continue
-            were_moved = any(each.were_moved for each in found)
-            if were_moved and differ_by_rounding(record.values, found[0].values, odd):
+            may_round = any(each.were_moved for each in found) and record.instructions == found[0].instructions
+            if may_round and differ_by_rounding(record.values, found[0].values, odd):
                 self.values.stop()
                 self._warn_of_rounding(rank, odd[0], record.values[odd[0]], found[0].values[odd[0]])
                 return None
@@ -179,8 +179,8 @@ class WatchedSteps(Check):
             self.optimizers.end(optimizer)
             self._finite.after_step(optimizer)
             self._gradients.note_step()
-            if self.is_compared and not self.optimizers.is_stepping:
-                self.values.end_update()
+            if not self.optimizers.is_stepping:
+                self.values.end_update(reads=self.is_compared)
             self._num_reduced = self._num_reduced if reducer is None else reducer.num_reductions
 
     def note_forward(self, reducer: Reducer) -> None:

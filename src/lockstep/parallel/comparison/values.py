@@ -123,13 +123,11 @@ class ReplicaValues:
         if not self._is_read and self.was_written():
             self._is_due = self.were_moved = True
 
-    def end_update(self) -> None:
+    def end_update(self, *, reads: bool = True) -> None:
         """Read what an optimizer's step has left, if it is the first one since a reduction (local)."""
         self._has_steps = True
-        if self._is_over:
-            return
         self._num_writes = self._count_writes()
-        if not self._is_read:
+        if reads and not self._is_read and not self._is_over:
             self._is_read = True
             self._read(was_written=self._is_due)
 
