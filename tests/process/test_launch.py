@@ -169,6 +169,10 @@ def test_a_function_may_make_a_store_of_its_own_at_the_port() -> None:
             dist.destroy_process_group()
         store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, run.rank == 0)
         found.append(float(store.add("n", 0)))
+        if run.rank == 0:
+            store.wait(["read"])  # it serves the store
+        else:
+            store.set("read", "")
         return found
 
     assert ls.launch(meet, devices=CPU2) == [[2.0, 2.0, 0.0]] * 2

@@ -27,10 +27,7 @@ class Net(nn.Sequential):
         super().__init__(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
 
 class Clock(Net):
-    noise = torch.Generator().manual_seed(time.time_ns() % 2**31)
-    def forward(self, inputs):
-        outputs = super().forward(inputs)
-        return outputs + torch.rand(outputs.shape, generator=self.noise)
+    def forward(self, inputs): return super().forward(inputs) * (1 + time.time_ns() % 2**16 / 2**16)
 
 class Counting(Net):
     def forward(self, inputs): return super().forward(inputs) * dist.get_world_size()

@@ -40,8 +40,8 @@ OTHERS_CODE = {
         "launch/scaling.py: Scaling._resize",
         "launch/restarts.py: call_with_restarts",
         "launch/supervision.py: Supervision._error",
-        "parallel/comparison/batches.py: UnevenBatchWarning._warn",
-        "parallel/comparison/ending.py: EndOfScript._tell",
+        "parallel/comparison/check.py: warn_once",
+        "parallel/comparison/data.py: UnevenBatchWarning._warn",
     ),
     "Caught within Lockstep, which puts the text into a message with a code": (
         "channel/client.py: Channel.request, Channel._send",

@@ -95,8 +95,8 @@ class OwnGenerators:
         self._restore_calls = []
 
     def seed_as_global(self) -> None:
-        """Seed those found last by the seed that torch's global generator was given last (local)."""
-        for each in self._found if self._walk is not None else self.find():
+        """Seed them by the seed that torch's global generator was given last (local)."""
+        for each in self.find():
             each.seed(torch.initial_seed())
 
 

@@ -108,11 +108,12 @@ def others_than_first(found: Sequence[Any]) -> Iterator[tuple[int, Any]]:
     return ((rank, record) for rank, record in enumerate(found[1:], start=1) if record != found[0])
 
 
-def warn_once(text: str, start: str, code: str, *, if_meant: str = "If that is meant") -> None:
-    """Warn at the user's line, and say how to leave the warning out; `start` begins its text."""
+def warn_once(text: str, start: str, *, if_meant: str = "If that is meant") -> None:
+    """Warn at the user's line, and say how to leave the warning out; `start` begins the text, a code ends it."""
     assert text.startswith(start)
+    said, _, code = text.rpartition(" ")
     warnings.warn(
-        f'{text} {if_meant}, ignore this warning: warnings.filterwarnings("ignore", message="{start}"). It is given '
-        f"once. ({code})",
+        f'{said} {if_meant}, ignore this warning: warnings.filterwarnings("ignore", message="{start}"). It is given '
+        f"once. {code}",
         stacklevel=stacklevel_of_user(),
     )

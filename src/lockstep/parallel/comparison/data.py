@@ -173,9 +173,8 @@ class SameDataWarning(Check):
         warn_once(
             f"In {_NUM_ALIKE} steps in a row all {len(status.inputs)} ranks {what}, so they do the work of one. Give "
             "each rank its own part of the data: DataLoader(dataset, sampler=ls.DistributedSampler(dataset)), or "
-            "another seed for random data.",
+            "another seed for random data. (LS315)",
             f"In {_NUM_ALIKE} steps in a row all",
-            "LS315",
         )
 
 
@@ -348,9 +347,8 @@ class DataSamplers(Check):
                 warn_once(
                     f"A DistributedSampler was made for {sampler.num_replicas} replicas, and the model is trained on "
                     f"{self._world.world_size} ranks: samples are left out, or seen by several ranks. Make it with "
-                    f"num_replicas={self._world.world_size}, or leave that out.",
+                    f"num_replicas={self._world.world_size}, or leave that out. (LS317)",
                     "A DistributedSampler was made for",
-                    "LS317",
                 )
         self._begin_epoch()
 
@@ -417,9 +415,8 @@ class DataSamplers(Check):
             warn_once(
                 f"A second epoch of a DistributedSampler has begun, and its epoch is still {sampler.epoch}: it "
                 "shuffles by seed and epoch, so every epoch has the same order. Call sampler.set_epoch(epoch) before "
-                "each epoch, with another number each time.",
+                "each epoch, with another number each time. (LS316)",
                 "A second epoch of a DistributedSampler",
-                "LS316",
             )
 
     @staticmethod

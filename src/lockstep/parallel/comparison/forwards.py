@@ -169,9 +169,8 @@ def warn_of_unlike_layers(model: TrainedModel, world: World) -> None:
     if odd is not None:
         warn_once(
             f"Layer {odd.name} of the wrapped model is {odd.here} on rank {odd.rank} and {odd.there} on rank 0. If "
-            "that is not meant, build the model with the same options on every rank.",
+            "that is not meant, build the model with the same options on every rank. (LS320)",
             f"Layer {odd.name} of",
-            "LS320",
         )
 
 
@@ -182,9 +181,8 @@ def warn_of_unlike_buffers(model: TrainedModel, world: World) -> None:
         warn_once(
             f"Buffer {odd.name} of the wrapped model is {odd.here} on rank {odd.rank} and {odd.there} on rank 0, and "
             "with broadcast_buffers=False each rank keeps its own. Make it by the same seed on every rank, or leave "
-            "broadcast_buffers out, which sends rank 0's.",
+            "broadcast_buffers out, which sends rank 0's. (LS304)",
             f"Buffer {odd.name} of",
-            "LS304",
             if_meant="If each rank is to have its own",
         )
 

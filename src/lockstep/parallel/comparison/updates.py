@@ -201,9 +201,8 @@ class WatchedSteps(Check):
             f"Parameters differ by their rounding: {name} adds up to {here.total!r} on rank {rank} and to "
             f"{there.total!r} on rank 0. Something moves the weights in each step and puts them back by a calculation "
             "(add_() and then sub_()), which rounds otherwise on each rank, so that the ranks drift apart slowly. Keep "
-            "a copy of the weights, and put that back with copy_(). Parameters are compared no more.",
+            "a copy of the weights, and put that back with copy_(). Parameters are compared no more. (LS313)",
             "Parameters differ by their rounding",
-            "LS313",
         )
 
     def _warn_of_local_gradients(self, reducer: Reducer) -> None:
@@ -216,9 +215,9 @@ class WatchedSteps(Check):
             warn_once(
                 "torch.autograd.grad or torch.func gave gradients of this rank alone for parameters of a model that is "
                 "trained on several, and parameters were updated without a backward() since: these gradients are not "
-                "averaged. Call backward() for averaged ones, or average these with torch.distributed.all_reduce.",
+                "averaged. Call backward() for averaged ones, or average these with torch.distributed.all_reduce. "
+                "(LS311)",
                 "torch.autograd.grad or torch.func gave",
-                "LS311",
             )
 
     def _check_reduced(self, reducer: Reducer, parameters: Sequence[nn.Parameter]) -> None:
