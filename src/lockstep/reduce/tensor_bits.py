@@ -142,12 +142,7 @@ def _read_bytes(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor on the CPU, as a rule without an operation of torch for each."""
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         tensor = _as_bytes(tensor)
-    if not tensor.numel():
-        return b""
-    try:
-        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-    except RuntimeError:  # torch.func has wrapped it
-        return bytes(_as_bytes(tensor).tolist())
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
 
 
 def _sum_bytes(read: bytes) -> list[int]:

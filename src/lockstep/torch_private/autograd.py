@@ -98,3 +98,8 @@ is_inside_func_grad: Callable[[Tensor], bool] = torch._C._functorch.is_gradtrack
 Its gradients are returned, not accumulated, and the engine runs no hooks of the parameters. For: a warning of gradients
 that are not averaged.
 """
+
+
+def is_inside_transform() -> bool:
+    """Whether `torch.func` transforms what runs: a tensor that is made now may be wrapped, and end with that."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -18,6 +18,7 @@ from lockstep.torch_private.autograd import (
     current_graph_task_id,
     is_in_distributed_autograd,
     is_inside_func_grad,
+    is_inside_transform,
     post_accumulate_grad_hooks,
     queue_callback,
     run_backward_of_leaf,
@@ -245,9 +246,11 @@ def test_a_tensor_of_func_grad_is_told_from_others() -> None:
 
     def loss(value: Tensor) -> Tensor:
         found.append(is_inside_func_grad(value * 2))
+        assert is_inside_transform(), "the wrapper's checks: a tensor of a transform would be kept, and used after it"
         return value.sum()
 
     torch.func.grad(loss)(torch.ones(2))
+    assert not is_inside_transform()
     found += [is_inside_func_grad(torch.ones(2)), is_inside_func_grad(torch.ones(2, requires_grad=True) * 2)]
     assert found == [True, False, False], "DistributedDataParallel: local gradients of torch.func would not be seen"
 

@@ -53,6 +53,7 @@ from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.model import Description, describe_differences
 from lockstep.reduce.status import FINGERPRINT_LIMIT
 from lockstep.reduce.tensor_bits import glance_at_bits
+from lockstep.torch_private.autograd import is_inside_transform
 from lockstep.torch_private.loaders import LoaderIterator, num_yielded
 from lockstep.torch_private.modules import tree_leaves
 
@@ -133,7 +134,7 @@ class SameDataWarning(Check):
         self._gradients = 0
 
     def end_forward(self, inputs: Any) -> None:
-        if self._is_looking:
+        if self._is_looking and not is_inside_transform():
             self.note_inputs(tree_leaves(inputs))
 
     def look_at(self, bucket: Bucket) -> None:
