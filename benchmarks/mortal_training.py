@@ -83,12 +83,14 @@ def train(  # noqa: C901 - the moments are closures
         timer.daemon = True
 
     class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+        epoch = 0
+
         def __len__(self) -> int:
             return 110
 
         def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
             reach("loader")
-            return torch.randn(8), torch.tensor(index % 3)
+            return torch.randn(8) + self.epoch, torch.tensor(index % 3)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         reach("loss")
@@ -106,11 +108,13 @@ def train(  # noqa: C901 - the moments are closures
     trainer = ls.Trainer(
         model, optimizer, loss=loss, num_shards=_SHARDS, scheduler=scheduler, on_worker_loss=on_worker_loss
     )
-    loader = ls.ShardedLoader(Data(), batch_size=30, num_shards=_SHARDS)
+    data = Data()
+    loader = ls.ShardedLoader(data, batch_size=30, num_shards=_SHARDS)
     seen: list[Any] = []
     if seconds is not None:
         timer.start()
     for epoch in range(_EPOCHS):
+        data.epoch = epoch  # new workers, and those that stay, see it
         for batch in loader.epoch(epoch):
             started = time.monotonic()
             seen.append(trainer.step(batch).loss)

@@ -33,7 +33,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("backend", "kills", "workers", "left"),
     [
-        pytest.param("shm", {"0 loss": 9}, 2, 1, id="rank 0 in a forward"),
+        pytest.param("shm", {"0 loss": 17}, 2, 1, id="rank 0 in a forward of epoch 1"),
         pytest.param("shm", {"2 loss": 5, "0 metric": 2}, 3, 1, id="one in a step, rank 0 in the evaluation"),
         pytest.param("shm", {"1 loss": 4, "2 loss": 4, "0 loader": 90}, 4, 1, id="two at once, one while it loads"),
         pytest.param("shm", {"1 step": 12}, 3, 2, id="after the last step"),

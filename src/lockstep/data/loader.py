@@ -335,7 +335,19 @@ class ShardedLoader:
             held[shard] if shard in held else self._load(samples, shard, draws)
             for shard, draws in own_slices(cut, ranges[assignment.world.rank])
         )
-        return replace(batch, slices=slices, ranges=ranges, assignment=assignment, world=assignment.world)
+        return replace(
+            batch,
+            slices=slices,
+            ranges=ranges,
+            assignment=assignment,
+            world=assignment.world,
+            content=self._content or self._number_data(),
+        )
+
+    def _number_data(self) -> int:
+        """Number the data by slices that are loaded in this process."""
+        self._content = slice_number([_check_slice(self._loading.load(keys)) for keys in self._keys_to_compare()])
+        return self._content
 
     def _load(self, samples: EpochSamples, shard: int, draws: Draws) -> Slice:
         data = _check_slice(self._loading.load(samples.keys(draws)))

@@ -58,13 +58,14 @@ class BatchSequenceCheck:
     def __init__(self) -> None:
         self.source: str | None = None
         """The loader of the run in words; None before the first step."""
-        self._last_content = 0, 0
+        self._last: tuple[int, World, int] | None = None
+        """Of the batch before: its epoch, its workers, and the number of its data."""
         self._is_restored = False
         self._has_warned_of_repeating = False
 
     def note(self, batch: ShardedBatch) -> None:
         self.source, self._is_restored = batch.source, False
-        self._last_content = batch.cursor.epoch, batch.content
+        self._last = batch.cursor.epoch, batch.world, batch.content
 
     def restore(self, source: str | None) -> None:
         """Take over the loader, in words, of a run that is resumed; None if it may be any."""
@@ -84,8 +85,9 @@ class BatchSequenceCheck:
                 "one loader: put several data sets into one with torch.utils.data.ConcatDataset, or give each a "
                 "trainer of its own. (LS512)"
             )
-        epoch, content = self._last_content
-        if content and batch.content and content != batch.content and epoch == batch.cursor.epoch:
+        # Other workers number the data anew, by what they load now: the loop may have changed it since the first step.
+        *of_batch, content = self._last or (None, None, 0)
+        if of_batch == [batch.cursor.epoch, batch.world] and content and batch.content not in {0, content}:
             raise ValueError(
                 f"The batch of {name_step(batch.cursor)} is of other data than the one before it, of the same "
                 "length: an epoch is of one loader. Put several data sets into one with "
