@@ -47,16 +47,10 @@ class ShardZeroBuffers(StepPart):
     """Lets every shard of a worker start from the step's buffers, and keeps those of shard 0."""
 
     def __init__(self, model: nn.Module, world: World, device: torch.device) -> None:
-        self._parts = buffer_parts(model)
         self._world = world
         self._device = device
         self._is_sent = world.group is not None and world.world_size > 1
-        prefers_flat = is_asynchronous(device)
-        self._before = BufferSnapshot(self._parts, prefers_flat=prefers_flat)
-        self._before.record()  # a step that fails before `begin` takes part in the message too
-        self._shard_0 = BufferSnapshot(self._parts, prefers_flat=prefers_flat)
-        self._message = FlatMemory()
-        self._layout: TensorLayout | None = None
+        self.cover(model)
         self._is_recorded = False
         self._has_several = False
         self._has_copy_of_shard_0 = False
@@ -64,6 +58,16 @@ class ShardZeroBuffers(StepPart):
         self._new: list[dict[str, Tensor | None]] | None = None
         self._new_layout = Column(bool, lambda _: world.rank == 0 and self.has_new_layout())
         self.columns = (self._new_layout,)
+
+    def cover(self, model: nn.Module) -> None:
+        """Treat the buffers of another module from the next step on (local)."""
+        self._parts = buffer_parts(model)
+        prefers_flat = is_asynchronous(self._device)
+        self._before = BufferSnapshot(self._parts, prefers_flat=prefers_flat)
+        self._before.record()  # a step that fails before `begin` takes part in the message too
+        self._shard_0 = BufferSnapshot(self._parts, prefers_flat=prefers_flat)
+        self._message = FlatMemory()
+        self._layout: TensorLayout | None = None
 
     def begin(self, _step: CurrentStep) -> None:
         self.record()

@@ -21,7 +21,7 @@ from lockstep.devices.transfer import to_device
 from lockstep.engine.averaging import weights_in_place
 from lockstep.engine.batches import check_world, gather_results
 from lockstep.engine.buffer_snapshot import BufferSnapshot, buffer_parts
-from lockstep.engine.networks import find_networks
+from lockstep.engine.networks import find_networks, networks_walk
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import seed_slice
 from lockstep.engine.user_function import UserFunction
@@ -127,7 +127,7 @@ class SliceCalls:
         self._is_training = is_training
         self._function = UserFunction(function, generators_of_training(state.model, function))
         # Modules without parameters, that the function alone uses, are where it counts something.
-        found = find_networks([function], state.model).values()
+        found = find_networks(networks_walk([function]), state.model).values()
         used = [each for each in found if next(each.parameters(), None) is not None]
         whole = nn.ModuleList([state.kept_modules(), *used])
         self._buffers = BufferSnapshot(buffer_parts(whole))

@@ -4,7 +4,8 @@ The trainer does not train them. But a forward may write their buffers, and the 
 parameters, as an average of weights; then the result would depend on who runs which shard. So their buffers are treated
 as the model's are ([Note: buffers of shard 0]), writes to their parameters are refused, and their values are compared
 between workers. They are searched for when an engine is made (`lockstep.held_objects`), among what the functions
-mention. An object may hold others too: an average that rank 0 alone has.
+mention, and again where these hold new objects when a step begins or its shards have run. An object may hold others
+too: an average that rank 0 alone has.
 
 [Note: networks of several trainers] Such a network may be the model of another trainer, as the other half of a GAN.
 That trainer compares its parameters in its steps; and where it has taken steps or loaded a state, a load here leaves
@@ -30,11 +31,12 @@ from lockstep.engine.state_parts import (
     unsaved_buffers,
     warn_of_unsaved_buffers,
 )
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, LossError
 from lockstep.held_objects import Walk
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce.model import Description
 from lockstep.reduce.tensor_bits import sum_of_bits
+from lockstep.torch_private.modules import buffer_registry
 
 _UNNAMED = frozenset({"", "self", "func", "keywords"})
 """Steps of a path that say nothing about what a network is called."""
@@ -52,11 +54,15 @@ class NetworksPart(StatePart):
         self.parameters: dict[str, nn.Parameter] = {}
         self._had_gradient: dict[str, Tensor | None] = {}
         self._is_checked = True
+        self._walk = networks_walk(losses)
+        self._has_changed = False
         self.find()
 
     def find(self) -> None:
         """Look for them again, as for each set of workers (local)."""
-        self.networks = find_networks(self._losses, self._model)
+        found = find_networks(self._walk, self._model)
+        self._has_changed |= list(found.values()) != list(self.networks.values())
+        self.networks = found
         own = set(map(id, self._model.parameters()))
         self.parameters = {
             f"{path}.{name}": parameter
@@ -68,6 +74,30 @@ class NetworksPart(StatePart):
             self._unsaved.setdefault(name, UnsavedBuffers(network))
         self._had_gradient = {name: each.grad for name, each in self.parameters.items()}
         self._is_checked = not self.networks
+
+    def has_changed(self) -> bool:
+        """Whether there are others than when this was asked before; asked when a step begins (local)."""
+        if self._walk.has_new_objects():
+            self.find()
+        has_changed, self._has_changed = self._has_changed, False
+        return has_changed
+
+    def check_made(self, place: str) -> None:
+        """Refuse a network that the shards of a step have made, and written buffers of (local)."""
+        if not self._walk.has_new_objects():
+            return
+        known = set(self.networks.values())
+        self.find()
+        for name, network in self.networks.items():
+            parts = {} if network in known else dict(network.named_modules(prefix=name))
+            written = [path for path, part in parts.items() if part.training and buffer_registry(part)]
+            if written:
+                raise LossError(
+                    f"The loss function has made a network while the shards of {place} ran, of which {written[0]} has "
+                    "buffers and is in training mode. Each worker runs other shards, so what they have written to the "
+                    "buffers depends on the number of workers. Make the network before the trainer, or call eval() "
+                    "on it when it is made. (LS518)"
+                )
 
     def warn_of_unsaved(self) -> None:
         changed = [f"{name}.{buffer}" for name in self.networks for buffer in self._unsaved[name].changed()]
@@ -217,14 +247,18 @@ class TrainedModels:
 TRAINED_MODELS: Final = TrainedModels()
 
 
-def find_networks(functions: Sequence[Any], model: nn.Module) -> dict[str, nn.Module]:
+def networks_walk(functions: Sequence[Any]) -> Walk:
+    return Walk([("", function) for function in functions], stops_at=(nn.Module,), only_used=True)
+
+
+def find_networks(walk: Walk, model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules with parameters or buffers that functions use and that are not within the model, by name.
 
     Where two have one name, as in the loss functions of two optimizers, a number tells them apart.
     """
     own = set(model.modules())
     found: dict[str, nn.Module] = {}
-    for held in Walk([("", function) for function in functions], stops_at=(nn.Module,), only_used=True):
+    for held in walk:
         value = held.value
         if not isinstance(value, nn.Module) or value in own or any(value is each for each in found.values()):
             continue

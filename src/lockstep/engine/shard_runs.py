@@ -18,7 +18,7 @@ from lockstep.engine.balance import Stopwatch
 from lockstep.engine.buffers import ShardZeroBuffers
 from lockstep.engine.device_row import DeviceRow
 from lockstep.engine.losses import begin_backward_at, gradient_of_loss, read_loss, zero_over_parameters
-from lockstep.engine.networks import find_networks
+from lockstep.engine.networks import find_networks, networks_walk
 from lockstep.engine.optimizers import UpdateSpec
 from lockstep.engine.parameter_hooks import ParameterHooks
 from lockstep.engine.random_states import RandomStates
@@ -141,7 +141,7 @@ class ShardRuns:
 
     def _buffers_of_users(self) -> dict[str, Tensor]:
         model = self.state.model
-        return buffers_of_users({"": model, **find_networks([self._loss.function], model)})
+        return buffers_of_users({"": model, **find_networks(networks_walk([self._loss.function]), model)})
 
     def _run_shard(self, batch: ShardedBatch, part: Slice, task: ShardTask, data: Any, *, looks: bool) -> Tensor:
         """Run one shard's forward and backward; return its loss, without a graph."""

@@ -169,10 +169,13 @@ class StepEngine:
         self._enter(StepPhase.PREPARE)
         self._state.choose(step.update)
         try:
+            if self._state.networks.has_changed():
+                self.runs.buffers.cover(self._state.kept_modules())
             for part in self._parts:
                 part.begin(step)
             self._enter(StepPhase.COMPUTE)
             self.runs.run(step)
+            self._state.networks.check_made(step.place)
             self._enter(StepPhase.REDUCE)
             self.runs.end_last(step)
             self._agree(step)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.data.generators import OwnGenerators
-from lockstep.engine.networks import find_networks
+from lockstep.engine.networks import find_networks, networks_walk
 
 
 def test_tensors_as_keys_are_not_printed() -> None:
@@ -20,7 +20,7 @@ def test_tensors_as_keys_are_not_printed() -> None:
     key, generator, network = torch.ones(2).as_subclass(Key), random.Random(0), torch.nn.Linear(1, 1)
     state = {key: {"generator": generator, "network": network}}
     assert [found.path for found in OwnGenerators([("", state)]).find()] == [".0.generator"]
-    assert find_networks([state], torch.nn.Linear(1, 1)) == {"0.network": network}
+    assert find_networks(networks_walk([state]), torch.nn.Linear(1, 1)) == {"0.network": network}
 
 
 def test_generators_under_objects_are_told_apart_by_their_places_alone() -> None:

@@ -141,6 +141,55 @@ def test_a_resumed_run_has_them(workers: int, undisturbed: str, tmp_path: Path) 
     assert fresh.trainer.digest() == checkpoint.manifest.digest
 
 
+class LateTeacher:
+    """A loss function that makes its teacher when it is first called, or is given one by the loop."""
+
+    def __init__(self, *, is_training: bool) -> None:
+        self.is_training = is_training
+        self.teacher: nn.Module | None = None
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        if self.teacher is None:
+            self.teacher = Net(1).train(self.is_training)
+        with torch.no_grad():
+            target = self.teacher(batch[0])
+        return nn.functional.mse_loss(model(batch[0]), target)
+
+
+def train_with(loss: LateTeacher, world: World, *, given: int = -1) -> tuple[str, list[float]]:
+    model = Net(0)
+    trainer = ls.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, num_shards=4, world=world)
+    inputs = torch.randn(48, 5, generator=torch.Generator().manual_seed(2))
+    for batch in ls.ShardedLoader(TensorDataset(inputs), batch_size=8, num_shards=4, world=world).epoch(0):
+        if batch.cursor.step == given:
+            loss.teacher = Net(1)
+        trainer.step(batch)
+    assert loss.teacher is not None
+    return trainer.digest(), [each.double().sum().item() for each in loss.teacher.state_dict().values()]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_one_that_comes_after_the_trainer_is_cared_for_or_refused(workers: int) -> None:
+    # Shards wrote the buffers of each worker's own copy, and neither a digest nor a checkpoint held it.
+    def late(world: World) -> tuple[str, list[float]]:
+        return train_with(LateTeacher(is_training=False), world)
+
+    def given(world: World) -> tuple[str, list[float]]:
+        loss = LateTeacher(is_training=False)
+        loss.teacher = Net(1).eval()
+        return train_with(loss, world, given=3)
+
+    for program in (late, given):
+        found = run_ranks(workers, program)
+        assert all(each == run_ranks(1, program)[0] for each in found)
+
+    def refused(world: World) -> None:
+        with pytest.raises(Exception, match=r"has made a network while the shards of epoch 0, step 0"):
+            train_with(LateTeacher(is_training=True), world)
+
+    run_ranks(workers, refused)
+
+
 def test_a_state_that_lacks_one_is_warned_of_and_one_that_has_more_is_refused(tmp_path: Path) -> None:
     run = Distilling(None).train(2)
     state = copy.deepcopy(run.trainer.state_dict())

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.engine.networks import find_networks
+from lockstep.engine.networks import find_networks, networks_walk
 
 
 class Loop:
@@ -28,7 +28,7 @@ class Loop:
 def test_a_network_that_the_object_of_a_loss_holds_beside_is_not_used() -> None:
     loop = Loop()
     for loss in (loop.loss, loop):
-        found = find_networks([loss], loop.model)
+        found = find_networks(networks_walk([loss]), loop.model)
         assert {id(each) for each in found.values()} == {id(loop.teacher), id(loop.critics[0])}
         assert set(found) == {"teacher", "critics.0"}
 
@@ -41,8 +41,8 @@ def make_loss() -> Any:
 def test_two_networks_of_one_name_are_both_found() -> None:
     # The second one of two loss functions' got neither care for its buffers nor a comparison.
     (first, one), (second, other) = make_loss(), make_loss()
-    assert find_networks([one, other], nn.Linear(2, 2)) == {"teacher": first, "teacher (2)": second}
-    assert find_networks([one, one], nn.Linear(2, 2)) == {"teacher": first}
+    assert find_networks(networks_walk([one, other]), nn.Linear(2, 2)) == {"teacher": first, "teacher (2)": second}
+    assert find_networks(networks_walk([one, one]), nn.Linear(2, 2)) == {"teacher": first}
 
 
 class Settings:
@@ -69,5 +69,5 @@ def teach(batch: Any) -> Any:
 
 
 def test_what_a_decorated_function_mentions_of_a_global_object_is_found() -> None:
-    found = find_networks([lambda model, batch: model(batch) + teach(batch)], nn.Linear(2, 2))
+    found = find_networks(networks_walk([lambda model, batch: model(batch) + teach(batch)]), nn.Linear(2, 2))
     assert set(map(id, found.values())) == {id(SETTINGS.teacher), id(CENTERS[0])}
