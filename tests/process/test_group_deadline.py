@@ -40,7 +40,7 @@ def stop_after(rank: Rank, backend: str, num_steps: int) -> None:
     generation = run_handshake(store, me, timeout=LIMIT)
     own = PrefixStore(f"lockstep/{generation}/group", store)
     if num_steps > 0:
-        find_hosts(own, rank.number, GroupMembers(names=range(SIZE)), Deadline.after(LIMIT))
+        find_hosts(own, rank.number, GroupMembers(global_ranks=range(SIZE)), Deadline.after(LIMIT))
     if num_steps > 1:
         own.set(f"gloo/is_late/{rank.number}", "False")
     rank.hear()

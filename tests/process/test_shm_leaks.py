@@ -377,11 +377,11 @@ def admit_slowly(me: Rank) -> float:
         return listener
 
     def join_when_told(
-        store: dist.Store, address: str, rank: int, deadline: Deadline, names: Sequence[int]
+        store: dist.Store, address: str, rank: int, deadline: Deadline, global_ranks: Sequence[int]
     ) -> rendezvous.GroupHandles:
         me.say()
         me.hear()
-        return join(store, address, rank, deadline, names)
+        return join(store, address, rank, deadline, global_ranks)
 
     rendezvous._listen, rendezvous._join = listen_and_say, join_when_told
     group = me.join()

@@ -161,20 +161,22 @@ def _read_set_up(options: Any, members: GroupMembers) -> GroupSetUp:
     default = dist.GroupMember.WORLD
     hosts = None if default is None else known_hosts(default)
     return GroupSetUp(
-        hosts=None if hosts is None else hosts.of_ranks(members.names), deadline=Deadline.after(options.timeout)
+        hosts=None if hosts is None else hosts.of_ranks(members.global_ranks), deadline=Deadline.after(options.timeout)
     )
 
 
 def _read_members(options: Any) -> GroupMembers:
-    names = tuple(options.global_ranks_in_group or range(options.group_size))  # torch lists none for the default group
+    global_ranks = tuple(
+        options.global_ranks_in_group or range(options.group_size)
+    )  # torch lists none for the default group
 
     def find_lost() -> PeerLostError | None:
         default = dist.GroupMember.WORLD
         if default is None or not capabilities_of(default).reports_exits:
             return None
-        return cast("ReportsExits", default).find_lost(names)
+        return cast("ReportsExits", default).find_lost(global_ranks)
 
-    return GroupMembers(names=names, find_lost=find_lost)
+    return GroupMembers(global_ranks=global_ranks, find_lost=find_lost)
 
 
 def check_group(
@@ -195,10 +197,12 @@ def check_group(
     """
     place = PrefixStore("compare/shm", store)
     shared = make_shared_memory_comparer(place, rank, timeout, members, set_up, waits=waits)
-    comparer: CallComparer = shared if shared is not None else GlooComparer(store, rank, timeout, members.names)
+    comparer: CallComparer = shared if shared is not None else GlooComparer(store, rank, timeout, members.global_ranks)
     with _failure_reported(comparer):
         connected = _connect(store, rank, timeout, backends, replace(members, find_lost=comparer.find_any_lost), set_up)
-    return CheckedProcessGroup(connected.inner, comparer, backends, members.names, connected.sockets, compares=compares)
+    return CheckedProcessGroup(
+        connected.inner, comparer, backends, members.global_ranks, connected.sockets, compares=compares
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +221,7 @@ def _connect(
     set_up: GroupSetUp,
 ) -> _Connected:
     """Make torch's backends (collective); where a rank is lost meanwhile, that is the error."""
-    size = len(members.names)
+    size = len(members.global_ranks)
     inner = ProcessGroup(store, rank, size)
     made: dict[str, Any] = {}
     sockets: GlooSockets | None = None

@@ -88,15 +88,15 @@ class Collective:
         """Return the tensors of which something must agree; they also decide which backend carries the call."""
         return call.outputs if self.compared is Compared.OUTPUTS else call.inputs
 
-    def describe(self, call: CollectiveCall, names: Sequence[int]) -> bytes:
-        """Describe a call by all that must agree between ranks; `names` are the ranks in the default group."""
+    def describe(self, call: CollectiveCall, global_ranks: Sequence[int]) -> bytes:
+        """Describe a call by all that must agree between ranks; `global_ranks` has the ranks in the default group."""
         details: list[str] = []
         if self.reduces:
             details.append(call.reductions[0].name if call.reductions else operation_name(call.op))
         if self.root:
             root = call.root
             # A root that does not exist is refused by the backend.
-            details.append(f"{self.root} rank {names[root] if 0 <= root < len(names) else root}")
+            details.append(f"{self.root} rank {global_ranks[root] if 0 <= root < len(global_ranks) else root}")
         tensors = self.compared_tensors(call)
         if self.compared is Compared.DTYPE or self.compared is Compared.ROWS:
             kinds = tuple([(tensor.dtype, torch.Size([])) for tensor in tensors[:1]])

@@ -173,7 +173,7 @@ def gloo_connected_in_time(store: Store, rank: int, members: GroupMembers, deadl
     """
     negligible = max(_NEGLIGIBLE_SECONDS, _NEGLIGIBLE_SHARE * deadline.limit.total_seconds())
     is_late = deadline.used_seconds > negligible
-    world_size = len(members.names)
+    world_size = len(members.global_ranks)
     if world_size == 1 or not _is_any_late(store, rank, members, deadline, is_late=is_late):
         yield
         return
@@ -188,7 +188,7 @@ def gloo_connected_in_time(store: Store, rank: int, members: GroupMembers, deadl
         raise
     except RuntimeError as error:
         raise GroupError(
-            f"Gloo could not connect rank {members.names[rank]} to the other workers within the "
+            f"Gloo could not connect rank {members.global_ranks[rank]} to the other workers within the "
             f"{deadline.limit.total_seconds():g} s that the set-up may take. All had reached the rendezvous, so one "
             "was lost since, or is stuck, or a firewall is in between; look at the logs of the others. Gloo said: "
             f"{str(error).splitlines()[0]} (LS113)"
@@ -256,7 +256,7 @@ class _ConnectionAttempt:
 
 def _is_any_late(store: Store, rank: int, members: GroupMembers, deadline: Deadline, *, is_late: bool) -> bool:
     """Return whether any rank has waited long; each has its own deadline, and all must do the same (collective)."""
-    keys = [f"gloo/is_late/{peer}" for peer in range(len(members.names))]
+    keys = [f"gloo/is_late/{peer}" for peer in range(len(members.global_ranks))]
     with store_loss_explained():
         store.set(keys[rank], str(is_late))
         wait_for_members(store, keys, members, deadline.with_at_least(_LEAST_SECONDS))
@@ -267,17 +267,20 @@ def _is_any_late(store: Store, rank: int, members: GroupMembers, deadline: Deadl
 class GlooComparer:
     """The calls of ranks on several hosts, all of which wait for each other in every call; `store` is theirs alone."""
 
-    def __init__(self, store: Store, rank: int, timeout: timedelta, names: Sequence[int]) -> None:
+    def __init__(self, store: Store, rank: int, timeout: timedelta, global_ranks: Sequence[int]) -> None:
         self.waits = True
         self._store = store
-        self._names = names
-        self._name = names[rank]
+        self._global_ranks = global_ranks
+        self._global_rank = global_ranks[rank]
         self._broken: GroupError | None = None
-        self._ends = exchange_processes(PrefixStore("compare/processes", store), rank, len(names))
+        self._ends = exchange_processes(PrefixStore("compare/processes", store), rank, len(global_ranks))
         place = PrefixStore("compare/gloo", store)
         self._gloo: Any
         self._gloo, self._sockets = connect_gloo(
-            place, len(names), lambda: dist.ProcessGroupGloo(place, rank, len(names), timeout), self.find_any_lost
+            place,
+            len(global_ranks),
+            lambda: dist.ProcessGroupGloo(place, rank, len(global_ranks), timeout),
+            self.find_any_lost,
         )
 
     def compare_calls(self, call: bytes) -> None:
@@ -289,7 +292,9 @@ class GlooComparer:
             lines = [line.decode(errors="replace") for line in self._exchange(find_user_line().encode())]
         except RuntimeError as error:
             raise self._explain_lost(call, error) from error
-        raise explain_mismatch(dict(zip(self._names, calls, strict=True)), dict(zip(self._names, lines, strict=True)))
+        raise explain_mismatch(
+            dict(zip(self._global_ranks, calls, strict=True)), dict(zip(self._global_ranks, lines, strict=True))
+        )
 
     def publish_call(self, call: bytes) -> None:
         """Compare a call as `compare_calls` does: between hosts there is no cheaper way (collective)."""
@@ -304,7 +309,7 @@ class GlooComparer:
     def report_failure(self, error: BaseException) -> None:
         """Store the exception; the store outlives this rank unless this rank holds it (local)."""
         try:
-            self._store.set("failure_reason", f"{self._name} {describe_exception(error)}")
+            self._store.set("failure_reason", f"{self._global_rank} {describe_exception(error)}")
         except RuntimeError:  # the store is lost, and no rank can read it
             return
 
@@ -328,14 +333,14 @@ class GlooComparer:
     def _explain_ended(self, peer: int | None) -> PeerLostError | None:
         if peer is None:
             return None
-        name, pid = self._names[peer], self._ends.pids[peer]
+        lost, pid = self._global_ranks[peer], self._ends.pids[peer]
         stored = self._find_stored()
-        if stored is not None and stored.rank == name:
+        if stored is not None and stored.rank == lost:
             return stored
         return PeerLostError(
-            f"Rank {name} (process {pid}) is lost: its process has ended, but rank {self._name} still needs it. If it "
-            "was killed or has crashed, look at its log, and in the system log for a lack of memory. (LS203)",
-            rank=name,
+            f"Rank {lost} (process {pid}) is lost: its process has ended, but rank {self._global_rank} still needs it. "
+            "If it was killed or has crashed, look at its log, and in the system log for a lack of memory. (LS203)",
+            rank=lost,
         )
 
     def end_calls(self, error: GroupError) -> None:
@@ -377,7 +382,7 @@ class GlooComparer:
 
     def _exchange(self, text: bytes) -> list[bytes]:
         mine = pack_text(text)
-        pages = [torch.empty_like(mine) for _ in self._names]
+        pages = [torch.empty_like(mine) for _ in self._global_ranks]
         self._gloo.allgather([pages], [mine]).wait()
         return [unpack_text(page) for page in pages]
 

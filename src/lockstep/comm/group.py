@@ -100,7 +100,7 @@ class CheckedProcessGroup(ProcessGroup):
     """Torch's backends for some devices, with calls that are compared first.
 
     Every collective has the name, the arguments and the meaning that `torch.distributed.ProcessGroup` gives it.
-    `names` are the ranks in the default group. Without `compares` it only names lost ranks in errors.
+    Without `compares` it only names lost ranks in errors.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class CheckedProcessGroup(ProcessGroup):
         inner: ProcessGroup,
         comparer: CallComparer,
         backends: Mapping[str, str],
-        names: Sequence[int],
+        global_ranks: Sequence[int],
         sockets: GlooSockets | None = None,
         *,
         compares: bool = True,
     ) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form
         self._inner: Any = inner
-        self._names = names
+        self._global_ranks = global_ranks
         self._comparer = comparer
         self._compares = compares
         self._broken: GroupError | None = None
@@ -123,7 +123,7 @@ class CheckedProcessGroup(ProcessGroup):
         self._sockets = sockets
         self._under_way = CallsUnderWay()
         self._waits = InterruptibleWaits()
-        self._events = CallEvents(names)
+        self._events = CallEvents(global_ranks)
         self.backend_names = dict(backends)
         """Backend of each device."""
         self.waits = comparer.waits
@@ -151,7 +151,7 @@ class CheckedProcessGroup(ProcessGroup):
         number = self._events.take_number()
         if not self._compares:
             return self._forward(collective.methods[0], call.arguments)
-        description = collective.describe(call, self._names)
+        description = collective.describe(call, self._global_ranks)
         compare = self._comparer.compare_calls if self._comparer.waits else self._comparer.publish_call
         event = self._events.begin(number, description, call.outputs)
         return self._compare_then(

@@ -48,8 +48,7 @@ def find_none_lost() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMembers:
-    names: Sequence[int]
-    """Their numbers in messages: their ranks in the default group."""
+    global_ranks: Sequence[int]
     find_lost: FindLost = find_none_lost
 
 
@@ -86,13 +85,13 @@ class GroupHosts:
             host_names=tuple(self.host_names[rank] for rank in ranks),
         )
 
-    def why_not_shared(self, names: Sequence[int]) -> str:
+    def why_not_shared(self, global_ranks: Sequence[int]) -> str:
         """Return why the ranks cannot share memory; empty if they can."""
         for rank, identity in enumerate(self.identities):
             if identity.startswith("alone"):
-                return f"rank {names[rank]} cannot share memory ({identity.removeprefix('alone, ')})"
+                return f"rank {global_ranks[rank]} cannot share memory ({identity.removeprefix('alone, ')})"
             if identity != self.identities[0]:
-                both = f"ranks {names[0]} and {names[rank]}"
+                both = f"ranks {global_ranks[0]} and {global_ranks[rank]}"
                 return f"{both} are not on one host, or not in one container, or not of one user"
         return ""
 
@@ -103,7 +102,7 @@ class GroupHosts:
 
 def find_hosts(store: Store, rank: int, members: GroupMembers, deadline: Deadline) -> GroupHosts:
     """Publish which host this rank is on, and return those of all (collective)."""
-    keys = [f"host/{peer}" for peer in range(len(members.names))]
+    keys = [f"host/{peer}" for peer in range(len(members.global_ranks))]
     mine = json.dumps([host_identity(), socket.gethostname()])
     with store_loss_explained():
         store.set(keys[rank], mine)
@@ -183,14 +182,14 @@ def wait_for_members(store: Store, keys: Sequence[str], members: GroupMembers, d
             raise lost
         if is_over or (time.monotonic() - started > _WARNING_SECONDS and not has_warned):
             has_warned = True
-            missing = [name for name, key in zip(members.names, keys, strict=True) if not store.check([key])]
+            missing = [name for name, key in zip(members.global_ranks, keys, strict=True) if not store.check([key])]
             if missing and is_over:
                 raise GroupError(explain_missing(missing, len(keys), deadline.limit))
             if missing:
                 _LOGGER.warning(
                     "Waiting for %s to make a group of ranks %s. Every rank of the group must make it. (LS109)",
                     _name_ranks(missing),
-                    ", ".join(map(str, members.names)),
+                    ", ".join(map(str, members.global_ranks)),
                 )
         if of_launch:
             continue

@@ -170,8 +170,8 @@ def require_same_call(call: bytes, device: torch.device, world: World) -> None:
     calls = _exchange_texts(call, where, world)
     if any(other != call for other in calls):
         lines = [line.decode(errors="replace") for line in _exchange_texts(find_user_line().encode(), where, world)]
-        names = dist.get_process_group_ranks(world.group)
-        raise explain_mismatch(dict(zip(names, calls, strict=True)), dict(zip(names, lines, strict=True)))
+        global_ranks = dist.get_process_group_ranks(world.group)
+        raise explain_mismatch(dict(zip(global_ranks, calls, strict=True)), dict(zip(global_ranks, lines, strict=True)))
 
 
 def _exchange_texts(text: bytes, device: torch.device, world: World) -> list[bytes]:

@@ -222,16 +222,16 @@ class InterruptibleWaits:
 
 @final
 class CallEvents:
-    """Records the calls of one group, whose ranks have these `names` in the default group.
+    """Records the calls of one group.
 
     All ranks of a group make the same calls in the same order. So the number of a call, counted by each rank, is the
     same on all of them, and a reader sees which rank has not made a call in which others wait.
     """
 
-    def __init__(self, names: Sequence[int]) -> None:
+    def __init__(self, global_ranks: Sequence[int]) -> None:
         self._recorder = own_recorder()
-        is_default = [*names] == [*range(len(names))]
-        group = 0 if is_default else zlib.crc32(repr([*names]).encode()) & 0xFFFF | 1
+        is_default = [*global_ranks] == [*range(len(global_ranks))]
+        group = 0 if is_default else zlib.crc32(repr([*global_ranks]).encode()) & 0xFFFF | 1
         self._first = group << GROUP_SHIFT
         self.num_calls = 0
 

@@ -102,7 +102,7 @@ def test_ranks_that_are_all_there_need_few_requests_to_find_their_hosts(
     monkeypatch.setattr(Table, "answer", count)
     stores = [store_of(server, rank) for rank in range(3)]
     deadline = Deadline.after(timedelta(seconds=20))
-    members = GroupMembers(names=range(3))
+    members = GroupMembers(global_ranks=range(3))
     for rank in (1, 2):
         stores[rank].set(f"host/{rank}", json.dumps([host_identity(), socket.gethostname()]))
     requests.clear()

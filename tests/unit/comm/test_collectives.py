@@ -19,7 +19,7 @@ ONE, TWO = torch.ones(3), torch.ones(2, dtype=torch.float64)
 
 def describe(name: str, *arguments: Any, **keywords: Any) -> str:
     collective = BY_NAME[name]
-    return collective.describe(collective.read(arguments, keywords), names=(0, 5)).decode()
+    return collective.describe(collective.read(arguments, keywords), global_ranks=(0, 5)).decode()
 
 
 def test_no_collective_of_torch_is_missing() -> None:

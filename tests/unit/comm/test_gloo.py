@@ -22,7 +22,7 @@ def test_the_error_names_missing_ranks_of_a_subgroup_by_their_ranks_in_the_defau
     deadline = Deadline.after(timedelta(0))
     with (
         pytest.raises(GroupError, match=r"^Rank 6 of 2 did not connect"),
-        gloo_connected_in_time(HashStore(), 0, GroupMembers(names=(4, 6)), deadline),
+        gloo_connected_in_time(HashStore(), 0, GroupMembers(global_ranks=(4, 6)), deadline),
     ):
         pytest.fail("rank 6 did not connect")
 
@@ -38,7 +38,7 @@ def test_connecting_ends_when_the_launcher_announces_a_loss() -> None:
     try:
         with (
             pytest.raises(PeerLostError),
-            gloo_connected_in_time(store, 0, GroupMembers(names=range(2)), deadline),
+            gloo_connected_in_time(store, 0, GroupMembers(global_ranks=range(2)), deadline),
         ):
             pytest.fail("rank 1 did not connect")
     finally:

@@ -40,7 +40,7 @@ def test_garbage_instead_of_a_host_or_a_decision_is_named(garbage: str | bytes) 
     store = HashStore()
     store.set("host/1", garbage)
     with pytest.raises(GroupError, match="under the key 'host/1'"):
-        find_hosts(store, 0, GroupMembers(names=range(2)), Deadline.after(TIMEOUT))
+        find_hosts(store, 0, GroupMembers(global_ranks=range(2)), Deadline.after(TIMEOUT))
     store.set("lockstep/0/handshake/decision", garbage)
     with pytest.raises(GroupError, match="under the key 'decision'"):
         run_handshake(store, ME, timeout=TIMEOUT)
@@ -65,4 +65,4 @@ def test_a_forged_host_does_not_move_ranks_out_of_shared_memory(forged: list[str
         HashStore.set(store, f"host/{peer}", json.dumps(["boot 1", "here"]))
     store.forged = (f"host/{rank if forged[0].startswith('alone') else 1 - rank}", json.dumps(forged))
     with pytest.raises(GroupError, match=r"under the key 'host/[01]', which no worker"):
-        find_hosts(store, rank, GroupMembers(names=range(2)), Deadline.after(TIMEOUT))
+        find_hosts(store, rank, GroupMembers(global_ranks=range(2)), Deadline.after(TIMEOUT))

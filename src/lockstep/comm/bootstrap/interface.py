@@ -99,7 +99,7 @@ def describe_interfaces() -> str:
 def _exchange(store: Store, rank: int, world_size: int, mine: _Route, deadline: Deadline) -> list[_Route]:
     store.set(str(rank), to_stored(mine))
     keys = [str(number) for number in range(world_size)]
-    wait_for_members(store, keys, GroupMembers(names=range(world_size)), deadline)
+    wait_for_members(store, keys, GroupMembers(global_ranks=range(world_size)), deadline)
     return [read_record(f"route/{key}", text, _Route) for key, text in zip(keys, store.multi_get(keys), strict=True)]
 
 

@@ -300,7 +300,7 @@ def find_set_up(
     """Find the hosts, and set Gloo's interface (collective); on several hosts the returned backends may be others."""
     store, rank, backend = opened.store, opened.rank, choice.backend
     hosts = find_hosts(
-        store, rank, GroupMembers(names=range(opened.world_size)), deadline.with_at_least(_LEAST_SECONDS)
+        store, rank, GroupMembers(global_ranks=range(opened.world_size)), deadline.with_at_least(_LEAST_SECONDS)
     )
     backend = backend_on_hosts(backend, hosts, rank, is_chosen=choice.is_ours)
     warn_of_nccl(backend, hosts, rank)
@@ -368,7 +368,7 @@ def _in_time(
         return
     with setting_up(set_up), contextlib.ExitStack() as until_made:
         if uses_gloo and not set_up.compares_calls and not set_up.explains_losses:
-            members = GroupMembers(names=range(world_size))
+            members = GroupMembers(global_ranks=range(world_size))
             until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
         yield
     if set_up.hosts is not None and dist.GroupMember.WORLD is not None:

@@ -177,8 +177,8 @@ def _agree_on_lengths(
             sent, expected = rows[source][target], rows[target][size + source]
             if sent != expected:
                 raise CollectiveMismatchError(
-                    f"{call.decode()}: rank {exchange.names[source]} sends {sent} bytes to rank "
-                    f"{exchange.names[target]}, which expects {expected}. "
+                    f"{call.decode()}: rank {exchange.global_ranks[source]} sends {sent} bytes to rank "
+                    f"{exchange.global_ranks[target]}, which expects {expected}. "
                     "The input split of one must be the output split of the other. Nothing was exchanged. (LS201)"
                 )
     return [tuple(row[:size]) for row in rows]

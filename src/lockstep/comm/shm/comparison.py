@@ -83,7 +83,9 @@ class PublishedCalls:
                 started = time.monotonic()
             elif time.monotonic() - started > self._peers.timeout_seconds:
                 behind = next(rank for rank, header in enumerate(self._headers) if number - header[_COUNT] >= _FURTHEST)
-                raise self._peers.time_out(call, f"rank {self._peers.names[behind]}", self._peers.timeout_seconds)
+                raise self._peers.time_out(
+                    call, f"rank {self._peers.global_ranks[behind]}", self._peers.timeout_seconds
+                )
             time.sleep(_POLL_SECONDS)
         slot = number % _NUM_SLOTS
         self._digest, packed = _pack(call)
@@ -104,7 +106,7 @@ class PublishedCalls:
             self.check()
             limit = self._peers.timeout_seconds
             if time.monotonic() - started > limit:
-                raise self._peers.time_out(call, f"rank {self._peers.names[behind[0]]}", limit)
+                raise self._peers.time_out(call, f"rank {self._peers.global_ranks[behind[0]]}", limit)
             time.sleep(pause)
             pause = min(2 * pause, _LAST_POLL_SECONDS)
 
@@ -141,9 +143,9 @@ class PublishedCalls:
         end = time.monotonic() + _LINE_SECONDS
         while any(not self._headers[rank][_DIFFERS] for rank in here) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-        names = self._peers.names
-        calls = {names[rank]: self._read_call(rank, number) for rank in here}
-        lines = {names[rank]: self._read_line(rank) for rank in here if self._headers[rank][_DIFFERS]}
+        global_ranks = self._peers.global_ranks
+        calls = {global_ranks[rank]: self._read_call(rank, number) for rank in here}
+        lines = {global_ranks[rank]: self._read_line(rank) for rank in here if self._headers[rank][_DIFFERS]}
         error = explain_mismatch(calls, lines)
         self._peers.broken = CollectiveMismatchError(str(error))  # a copy, without traceback
         return error

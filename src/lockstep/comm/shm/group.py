@@ -110,16 +110,16 @@ class ShmProcessGroup(PythonProcessGroup):
         handles: GroupHandles,
         layout: FileLayout,
         timeout: timedelta,
-        names: Sequence[int],
+        global_ranks: Sequence[int],
         accelerators: AcceleratorBackends = NO_ACCELERATORS,
     ) -> None:
         super().__init__(rank, layout.size)
         self.accelerators = accelerators
         """What carries the tensors of accelerators, in groups of its ranks too."""
         self._store = store
-        self._names = names
+        self._global_ranks = global_ranks
         self._memory = Memory(handles.descriptor, layout, rank)
-        self._peers = Peers(self._memory, rank, handles, timeout.total_seconds(), names)
+        self._peers = Peers(self._memory, rank, handles, timeout.total_seconds(), global_ranks)
         self._exchange = PhaseExchange(self._memory, self._peers)
         work_queue = WorkQueue("lockstep-collectives")
         self._point_to_point = PointToPoint(self._memory, self._peers)
@@ -145,14 +145,14 @@ class ShmProcessGroup(PythonProcessGroup):
             self._torch_backends,
             device_watch,
         )
-        self._runner = CallRunner(self._exchange, self._peers, work_queue, CallEvents(names), self._close)
+        self._runner = CallRunner(self._exchange, self._peers, work_queue, CallEvents(global_ranks), self._close)
         self._torch_calls = TorchCalls(
             self._torch_backends,
             self._runner,
             self._exchange,
             self._peers,
             device_watch,
-            names,
+            global_ranks,
             compares=accelerators.compares_calls,
         )
 
@@ -176,7 +176,7 @@ class ShmProcessGroup(PythonProcessGroup):
         if collective.reduces:
             op = call.op
             call.reductions = [reduction(op, tensor.dtype) for tensor in tensors]
-        call.description = collective.describe(call, self._names)
+        call.description = collective.describe(call, self._global_ranks)
         return self._runner.start(
             call.description, partial(collective.run, self._exchange, call), call.outputs, is_async=call.is_async
         )
@@ -213,7 +213,7 @@ class ShmProcessGroup(PythonProcessGroup):
                 self._exchange.compare_calls(call, timeout_seconds=seconds)
             except CollectiveTimeoutError as error:
                 raise CollectiveTimeoutError(
-                    f"Rank {self._peers.name} timed out in monitoredBarrier. {error}"
+                    f"Rank {self._peers.global_rank} timed out in monitoredBarrier. {error}"
                 ) from error
 
         self._runner.start(call, action, [], is_async=False).wait()
@@ -301,7 +301,7 @@ class ShmProcessGroup(PythonProcessGroup):
     def abort(self) -> None:
         """Leave the group at once; calls under way fail here and on the other ranks (local)."""
         self._peers.publish_state(PeerState.FAILED, "it aborted the group")
-        self._peers.broken = GroupError(f"Rank {self._peers.name} has aborted this group. (LS204)")
+        self._peers.broken = GroupError(f"Rank {self._peers.global_rank} has aborted this group. (LS204)")
         self.shutdown()
 
     def shutdown(self) -> None:
@@ -374,21 +374,21 @@ def make_shm_group(
     accelerators: AcceleratorBackends = NO_ACCELERATORS,
 ) -> tuple[ShmProcessGroup | NotShared, GroupHosts]:
     """Make a group of processes of one host (collective over its ranks); return it or why not, and the ranks' hosts."""
-    layout = FileLayout(len(members.names))
+    layout = FileLayout(len(members.global_ranks))
     handles, hosts = connect_ranks(store, rank, layout, set_up.deadline, members, set_up.hosts)
     if isinstance(handles, NotShared):
         return handles, hosts
-    return ShmProcessGroup(store, rank, handles, layout, timeout, members.names, accelerators), hosts
+    return ShmProcessGroup(store, rank, handles, layout, timeout, members.global_ranks, accelerators), hosts
 
 
 def make_shared_memory_comparer(
     store: Store, rank: int, timeout: timedelta, members: GroupMembers, set_up: GroupSetUp, *, waits: bool
 ) -> SharedMemoryComparer | None:
     """Connect ranks that only compare calls (collective); None if they are not on one host."""
-    layout = FileLayout(len(members.names), send_buffer_bytes=NUM_BYTES, slot_bytes=PAGE)
+    layout = FileLayout(len(members.global_ranks), send_buffer_bytes=NUM_BYTES, slot_bytes=PAGE)
     handles, _ = connect_ranks(store, rank, layout, set_up.deadline, members, set_up.hosts)
     if isinstance(handles, NotShared):
         return None
     memory = Memory(handles.descriptor, layout, rank)
-    peers = Peers(memory, rank, handles, timeout.total_seconds(), members.names)
+    peers = Peers(memory, rank, handles, timeout.total_seconds(), members.global_ranks)
     return SharedMemoryComparer(memory, peers, waits=waits)

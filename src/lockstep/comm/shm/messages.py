@@ -68,8 +68,8 @@ class Sender:
             self._peers.wait(self._target, self._free, call)
         expected = _read_text(self._address + PAGE)
         if expected:
-            names = self._peers.names
-            raise _explain(kind, names[self._peers.rank], expected, names[self._target])
+            global_ranks = self._peers.global_ranks
+            raise _explain(kind, global_ranks[self._peers.rank], expected, global_ranks[self._target])
 
 
 @final
@@ -161,7 +161,7 @@ class PendingReceive:
 
     def __init__(  # the fields of a receive
         self,
-        names: Sequence[int],
+        global_ranks: Sequence[int],
         rank: int,
         place: Tensor,
         tag: int,
@@ -169,7 +169,7 @@ class PendingReceive:
         call: bytes,
         complete: Callable[..., None],
     ) -> None:
-        self._names = names
+        self._global_ranks = global_ranks
         self._rank = rank
         self.place = place
         self.tag = tag
@@ -180,7 +180,11 @@ class PendingReceive:
 
     def take(self, source: int, sent: bytes, data: Tensor) -> None:
         """Take a message of its tag; `data` is `place` itself if the bytes are there already."""
-        error = None if sent == self.kind else _explain(sent, self._names[source], self.kind, self._names[self._rank])
+        error = (
+            None
+            if sent == self.kind
+            else _explain(sent, self._global_ranks[source], self.kind, self._global_ranks[self._rank])
+        )
         if error is None and data is not self.place:
             copy_into(self.place, data)
         self.is_complete = True
@@ -223,7 +227,7 @@ class PointToPoint:
             if target not in self._senders:
                 self._senders[target] = (WorkQueue("lockstep-send"), Sender(self._memory, self._peers, target))
             work_queue, sender = self._senders[target]
-        call = f"send({kind.decode()}, to rank {self._peers.names[target]}, tag {tag})".encode()
+        call = f"send({kind.decode()}, to rank {self._peers.global_ranks[target]}, tag {tag})".encode()
         return work_queue.put(self._guard(lambda: sender.send(data, tag, kind, call), call), tensors)
 
     def receive(
@@ -236,7 +240,7 @@ class PointToPoint:
         finish: Callable[[], None],
     ) -> Work:
         """Receive flat bytes from one rank, or from any of several; `finish` is called when they are in `place`."""
-        who = f"rank {self._peers.names[sources[0]]}" if len(sources) == 1 else "any rank"
+        who = f"rank {self._peers.global_ranks[sources[0]]}" if len(sources) == 1 else "any rank"
         call = f"recv({kind.decode()}, from {who}, tag {tag})".encode()
 
         for source in sources:
@@ -254,7 +258,7 @@ class PointToPoint:
                 error = problem
             work.complete(source=source, error=error)
 
-        pending = PendingReceive(self._peers.names, self._peers.rank, place, tag, kind, call, complete)
+        pending = PendingReceive(self._peers.global_ranks, self._peers.rank, place, tag, kind, call, complete)
         if is_from_one:
             self._receivers[sources[0]][1].expect(pending)
         if not pending.is_complete:

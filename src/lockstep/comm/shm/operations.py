@@ -224,7 +224,7 @@ def _require_multiple(exchange: PhaseExchange, call: CollectiveCall, whole: Tens
 
 
 def _root_and_rank(exchange: PhaseExchange, call: CollectiveCall, direction: str) -> str:
-    return f"{direction} rank {exchange.names[call.root]}: rank {exchange.names[exchange.rank]}"
+    return f"{direction} rank {exchange.global_ranks[call.root]}: rank {exchange.global_ranks[exchange.rank]}"
 
 
 def _split_lengths(exchange: PhaseExchange, role: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:

@@ -34,7 +34,7 @@ _EXIT_POLL_SECONDS: Final = 0.01
 @final
 class Peers:
     def __init__(
-        self, memory: Memory, rank: int, handles: GroupHandles, timeout_seconds: float, names: Sequence[int]
+        self, memory: Memory, rank: int, handles: GroupHandles, timeout_seconds: float, global_ranks: Sequence[int]
     ) -> None:
         self.rank = rank
         self.size = memory.layout.size
@@ -45,10 +45,10 @@ class Peers:
         call_in_children(self._break_in_child)
         self._recorder = own_recorder()
         self._memory = memory
-        self._states = RankStates(memory, rank, handles, names)
-        self.names = names
+        self._states = RankStates(memory, rank, handles, global_ranks)
+        self.global_ranks = global_ranks
         """The number of each rank in messages: its rank in the default group."""
-        self.name = names[rank]
+        self.global_rank = global_ranks[rank]
         others = [peer for peer in range(self.size) if peer != rank]
         self._posts = [self.semaphore(PHASE, rank, peer) for peer in others]
         self._waits = [(peer, self.semaphore(PHASE, peer, rank)) for peer in others]
@@ -60,8 +60,8 @@ class Peers:
     def _break_in_child(self) -> None:
         if self.broken is None:
             self.broken = GroupError(
-                f"This process was forked from rank {self.name} of the group and is no rank itself. Make the calls in "
-                "the parent, or give the child a group of its own. (LS205)"
+                f"This process was forked from rank {self.global_rank} of the group and is no rank itself. Make the "
+                "calls in the parent, or give the child a group of its own. (LS205)"
             )
 
     def semaphore(self, kind: int, source: int, target: int) -> int:
@@ -92,7 +92,7 @@ class Peers:
         if self._sleepers.sleep(address, _POLL_SECONDS):
             return
         self._states.publish_waiting(call)
-        event = self._record_wait(self.names[peer], call)
+        event = self._record_wait(self.global_ranks[peer], call)
         try:
             self._wait_long(peer, address, call, started, everyone, timeout_seconds)
         finally:
@@ -136,8 +136,8 @@ class Peers:
         """Return the error of a wait that took too long, with what every rank waits for."""
         doing = "; ".join(self._states.describe_waiting(peer) for peer in range(self.size) if peer != self.rank)
         error = CollectiveTimeoutError(
-            f"Rank {self.name} waited {timeout_seconds:g} s in {call.decode()} for {awaited}. {doing}. Every rank "
-            "must make the same calls in the same order; if one is only slow, give a longer timeout to "
+            f"Rank {self.global_rank} waited {timeout_seconds:g} s in {call.decode()} for {awaited}. {doing}. Every "
+            "rank must make the same calls in the same order; if one is only slow, give a longer timeout to "
             "init_process_group. (LS202)"
         )
         self.publish_state(PeerState.TIMED_OUT, str(error))
@@ -149,8 +149,8 @@ class Peers:
 
     def publish_failure(self, error: BaseException) -> None:
         """Publish that this rank exits because of `error`; if that is the loss of a rank, publish that one."""
-        if isinstance(error, PeerLostError) and error.rank in self.names:
-            self.publish_state(PeerState.BROKEN, str(error), [*self.names].index(error.rank))
+        if isinstance(error, PeerLostError) and error.rank in self.global_ranks:
+            self.publish_state(PeerState.BROKEN, str(error), [*self.global_ranks].index(error.rank))
         else:
             self.publish_state(PeerState.FAILED, describe_exception(error))
 
@@ -177,7 +177,7 @@ class Peers:
 
     def mark_broken(self, error: PeerLostError) -> None:
         """Mark the group as broken because of a lost rank, and publish it."""
-        self.publish_state(PeerState.BROKEN, str(error), [*self.names].index(error.rank))
+        self.publish_state(PeerState.BROKEN, str(error), [*self.global_ranks].index(error.rank))
         self.broken = error
 
     def explain_error(self, error: RuntimeError) -> GroupError | None:
@@ -239,7 +239,7 @@ class Peers:
                 self.check([peer])
             if everyone:
                 lost_since = self._check_killed(lost_since)
-            self._check_time(started, call, f"rank {self.names[peer]}", timeout_seconds)
+            self._check_time(started, call, f"rank {self.global_ranks[peer]}", timeout_seconds)
             if self._sleepers.sleep(address, _POLL_SECONDS):
                 return
 

@@ -37,7 +37,7 @@ class PhaseExchange:
     def __init__(self, memory: Memory, peers: Peers) -> None:
         self.rank = peers.rank
         self.size = peers.size
-        self.names = peers.names
+        self.global_ranks = peers.global_ranks
         self.send_buffer_bytes = memory.layout.send_buffer_bytes
         self.memory = memory
         self._peers = peers
@@ -92,7 +92,9 @@ class PhaseExchange:
         line = self.caller if isinstance(self.caller, str) else find_user_line(self.caller)
         places, _ = self._publish(line.encode()[:LONGEST_CALL], NOWHERE, None)
         lines = [_read_call(where).decode(errors="replace") for where in places]
-        return explain_mismatch(dict(zip(self.names, calls, strict=True)), dict(zip(self.names, lines, strict=True)))
+        return explain_mismatch(
+            dict(zip(self.global_ranks, calls, strict=True)), dict(zip(self.global_ranks, lines, strict=True))
+        )
 
 
 def _read_call(address: int) -> bytes:

@@ -39,11 +39,11 @@ class PeerState(IntEnum):
 
 @final
 class RankStates:
-    def __init__(self, memory: Memory, rank: int, handles: GroupHandles, names: Sequence[int]) -> None:
+    def __init__(self, memory: Memory, rank: int, handles: GroupHandles, global_ranks: Sequence[int]) -> None:
         self._memory = memory
         self._rank = rank
-        self._names = names
-        self._name = names[rank]
+        self._global_ranks = global_ranks
+        self._global_rank = global_ranks[rank]
         self._member = this_process()
         self._pids = handles.pids
         self._pidfds = handles.pidfds
@@ -72,7 +72,7 @@ class RankStates:
 
     def describe_waiting(self, peer: int) -> str:
         waiting = _read_text(self._memory.address + self._memory.layout.state(peer) + _WAITING)
-        name = self._names[peer]
+        name = self._global_ranks[peer]
         return f"Rank {name} waits in {waiting}" if waiting else f"Rank {name} is not in a call of this group"
 
     def find_lost(self, peers: Sequence[int]) -> int | None:
@@ -107,7 +107,7 @@ class RankStates:
         return peer
 
     def error_of(self, peer: int) -> PeerLostError:
-        return PeerLostError(self._explain_lost(peer), rank=self._names[peer])
+        return PeerLostError(self._explain_lost(peer), rank=self._global_ranks[peer])
 
     def others(self) -> list[int]:
         return [*self._pidfds]
@@ -119,19 +119,19 @@ class RankStates:
 
     def _explain_lost(self, peer: int) -> str:
         state, _, reason = self.read(peer)
-        name = self._names[peer]
+        name = self._global_ranks[peer]
         if state in {PeerState.FAILED, PeerState.TIMED_OUT}:
             return f"Rank {name} failed: {reason} (LS203)"
         if state is PeerState.LEFT and reason:
             return (
-                f"Rank {name} has left the group, which rank {self._name} still needs, while it handled "
+                f"Rank {name} has left the group, which rank {self._global_rank} still needs, while it handled "
                 f"{reason} (LS203)"
             )
         if state is PeerState.LEFT:
             return (
-                f"Rank {name} has left the group (it destroyed it, or its script ended), but rank {self._name} still "
-                "needs it. Every rank must make the same calls; look for a loop that is longer on some ranks, or a "
-                "batch that one has skipped. (LS203)"
+                f"Rank {name} has left the group (it destroyed it, or its script ended), but rank {self._global_rank} "
+                "still needs it. Every rank must make the same calls; look for a loop that is longer on some ranks, or "
+                "a batch that one has skipped. (LS203)"
             )
         return (
             f"Rank {name} (process {self._pids.get(peer)}) is lost: its process exited without reporting an error. It "

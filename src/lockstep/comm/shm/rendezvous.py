@@ -93,7 +93,7 @@ def connect_ranks(
 
     `store` is for this group alone; `hosts` are given on all ranks or on none. Without `members`, a rank is its name.
     """
-    members = members or GroupMembers(names=range(layout.size))
+    members = members or GroupMembers(global_ranks=range(layout.size))
     if not 0 <= rank < layout.size:
         raise GroupError(
             f"Rank {rank} is outside a group of {layout.size}: ranks are 0 to {layout.size - 1}. Give each process its "
@@ -112,13 +112,13 @@ def connect_ranks(
                     store.set(keys[rank], "yes")
                 wait_for_members(store, keys, members, deadline)
             (address,) = read_texts(_ADDRESS, store.get(_ADDRESS), 1)  # set before rank 0 set its key
-        reason = hosts.why_not_shared(members.names)
+        reason = hosts.why_not_shared(members.global_ranks)
         if reason:
             return NotShared(reason=reason), hosts
         if listener is not None:
-            return _receive_all(store, listener, layout, deadline, members.names), hosts
-        with _explaining_lost_root(store, deadline.limit, members.names):
-            return _join(store, address, rank, deadline, members.names), hosts
+            return _receive_all(store, listener, layout, deadline, members.global_ranks), hosts
+        with _explaining_lost_root(store, deadline.limit, members.global_ranks):
+            return _join(store, address, rank, deadline, members.global_ranks), hosts
     finally:
         if listener is not None:
             listener.close()
@@ -143,16 +143,16 @@ def _publishing_reason(store: Store, key: str) -> Iterator[None]:
 
 
 @contextmanager
-def _explaining_lost_root(store: Store, timeout: timedelta, names: Sequence[int]) -> Iterator[None]:
+def _explaining_lost_root(store: Store, timeout: timedelta, global_ranks: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
         raise GroupError(
-            f"Rank {names[0]} did not make the group within {timeout.total_seconds():g} s. Look at its log; it may be "
-            "stuck. (LS109)"
+            f"Rank {global_ranks[0]} did not make the group within {timeout.total_seconds():g} s. Look at its log; it "
+            "may be stuck. (LS109)"
         ) from error
     except (OSError, EOFError) as error:
-        raise _explain_gone(store, names[0]) from error
+        raise _explain_gone(store, global_ranks[0]) from error
 
 
 def _explain_gone(store: Store, name: int) -> GroupError:
@@ -173,7 +173,7 @@ def _read_reason(store: Store, key: str) -> GroupError | None:
 
 
 def _receive_all(
-    store: Store, listener: socket.socket, layout: FileLayout, deadline: Deadline, names: Sequence[int]
+    store: Store, listener: socket.socket, layout: FileLayout, deadline: Deadline, global_ranks: Sequence[int]
 ) -> GroupHandles:
     connections: dict[int, socket.socket] = {}
     pids: dict[int, int] = {0: os.getpid()}
@@ -184,19 +184,19 @@ def _receive_all(
             for rank, connection, pid in _accept_ranks(store, listener, layout.size, deadline, done):
                 connections[rank], pids[rank] = connection, pid
         except TimeoutError as error:
-            missing = [names[rank] for rank in range(1, layout.size) if rank not in connections]
+            missing = [global_ranks[rank] for rank in range(1, layout.size) if rank not in connections]
             raise GroupError(explain_missing(missing, layout.size, deadline.limit)) from error
         hello = json.dumps([pids[rank] for rank in range(layout.size)]).encode()
         for rank, connection in connections.items():
-            with _loss_explained(names[rank], partial(_read_reason, store, _LEFT.format(rank))):
+            with _loss_explained(global_ranks[rank], partial(_read_reason, store, _LEFT.format(rank))):
                 socket.send_fds(connection, [_NUMBER.pack(len(hello)) + hello], [descriptor])
-        pidfds = _watch(pids, 0, undo, names)
+        pidfds = _watch(pids, 0, undo, global_ranks)
         for rank, connection in connections.items():
             connection.settimeout(deadline.seconds_left(_GRACE_SECONDS))
-            with _loss_explained(names[rank], partial(_read_reason, store, _LEFT.format(rank))):
+            with _loss_explained(global_ranks[rank], partial(_read_reason, store, _LEFT.format(rank))):
                 _expect(connection, _READY)
         for rank, connection in connections.items():
-            with _loss_explained(names[rank], partial(_read_reason, store, _LEFT.format(rank))):
+            with _loss_explained(global_ranks[rank], partial(_read_reason, store, _LEFT.format(rank))):
                 connection.sendall(_GO)
         undo.pop_all()
     return GroupHandles(descriptor=descriptor, pidfds=pidfds, pids=pids)
@@ -260,7 +260,7 @@ def _read_rank(connection: socket.socket, begun: dict[socket.socket, bytes]) -> 
     return _NUMBER.unpack(begun[connection])[0] if len(begun[connection]) == _NUMBER.size else None
 
 
-def _join(store: Store, address: str, rank: int, deadline: Deadline, names: Sequence[int]) -> GroupHandles:
+def _join(store: Store, address: str, rank: int, deadline: Deadline, global_ranks: Sequence[int]) -> GroupHandles:
     with ExitStack() as undo, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(deadline.seconds_left() + _LONGER_SECONDS)
         connection.connect(f"\0{address}")
@@ -271,7 +271,7 @@ def _join(store: Store, address: str, rank: int, deadline: Deadline, names: Sequ
         undo.callback(os.close, descriptor)
         pids = dict(enumerate(json.loads(_receive_exactly(connection, length))))
         with _publishing_reason(store, _LEFT.format(rank)):
-            pidfds = _watch(pids, rank, undo, names)
+            pidfds = _watch(pids, rank, undo, global_ranks)
         connection.sendall(_READY)
         _expect(connection, _GO)
         undo.pop_all()
@@ -288,12 +288,12 @@ def _receive_file(connection: socket.socket) -> tuple[int, int]:
     raise EOFError
 
 
-def _watch(pids: dict[int, int], own: int, undo: ExitStack, names: Sequence[int]) -> dict[int, int]:
+def _watch(pids: dict[int, int], own: int, undo: ExitStack, global_ranks: Sequence[int]) -> dict[int, int]:
     """Open a descriptor for every other process; each still holds its socket, so its process id is not reused yet."""
     pidfds: dict[int, int] = {}
     for rank, pid in pids.items():
         if rank != own:
-            with _loss_explained(names[rank]):
+            with _loss_explained(global_ranks[rank]):
                 pidfds[rank] = os.pidfd_open(pid)
             undo.callback(os.close, pidfds[rank])
     return pidfds

@@ -153,7 +153,7 @@ class TorchCalls:
         exchange: PhaseExchange,
         peers: Peers,
         watch: DeviceWatch,
-        names: Sequence[int],
+        global_ranks: Sequence[int],
         *,
         compares: bool,
     ) -> None:
@@ -162,7 +162,7 @@ class TorchCalls:
         self._exchange = exchange
         self._peers = peers
         self._device_watch = watch
-        self._names = names
+        self._global_ranks = global_ranks
         self._compares = compares
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
@@ -184,7 +184,7 @@ class TorchCalls:
         if tensor.device.type != "cpu":
             self._runner.check_usable()
             if self._compares:
-                self._runner.compare(collective.describe(call, self._names))
+                self._runner.compare(collective.describe(call, self._global_ranks))
             else:
                 self._runner.count_call()
             return self._watch(self._backends.call(tensor.device, method, call.arguments), call.name)

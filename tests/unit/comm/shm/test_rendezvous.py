@@ -41,7 +41,7 @@ def test_who_waits_says_for_whom(caplog: pytest.LogCaptureFixture, monkeypatch: 
         pytest.raises(GroupError, match="Ranks 4, 7 of 4 did not connect"),
     ):
         rendezvous.connect_ranks(
-            store, 0, FileLayout(4), Deadline.after(timedelta(seconds=0.6)), GroupMembers(names=[1, 3, 4, 7])
+            store, 0, FileLayout(4), Deadline.after(timedelta(seconds=0.6)), GroupMembers(global_ranks=[1, 3, 4, 7])
         )
     assert [record.getMessage().partition(".")[0] for record in caplog.records] == [
         "Waiting for ranks 4, 7 to make a group of ranks 1, 3, 4, 7"
@@ -49,7 +49,7 @@ def test_who_waits_says_for_whom(caplog: pytest.LogCaptureFixture, monkeypatch: 
 
 
 def test_who_waits_for_a_lost_rank_is_told_at_once() -> None:
-    members = GroupMembers(names=[2, 5], find_lost=lambda: PeerLostError("Rank 5 is lost.", rank=5))
+    members = GroupMembers(global_ranks=[2, 5], find_lost=lambda: PeerLostError("Rank 5 is lost.", rank=5))
     with pytest.raises(PeerLostError, match="Rank 5 is lost") as caught:
         rendezvous.connect_ranks(dist.HashStore(), 0, FileLayout(2), Deadline.after(LONG), members)
     assert caught.value.rank == 5
