@@ -36,7 +36,7 @@ OTHERS_CODE = {
         "checkpoint/saver.py: Saver.__exit__",
         "cli/check.py: check",
         "engine/present.py: _log",
-        "engine/state_file.py: raise_on_all_ranks",
+        "engine/saving.py: raise_on_all_ranks",
         "launch/scaling.py: Scaling._resize",
         "launch/restarts.py: call_with_restarts",
         "launch/supervision.py: Supervision._error",

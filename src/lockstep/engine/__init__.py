@@ -15,10 +15,10 @@ sample exactly once.
 
 from lockstep.engine.evaluation import Mean, Metric, accuracy
 from lockstep.engine.run_state import RunState
+from lockstep.engine.saving import LoadedState
 from lockstep.engine.shard_runs import Loss
-from lockstep.engine.state_file import LoadedState
 from lockstep.engine.step_engine import StepEngine, StepPhase
-from lockstep.engine.step_result import StepResult
+from lockstep.engine.step_table import StepResult
 from lockstep.engine.trainer import Trainer
 from lockstep.engine.user_function import StepPlace
 

@@ -19,7 +19,7 @@ from lockstep.comm import World
 from lockstep.engine.batches import gather_results
 from lockstep.engine.callbacks import Callback, check_callbacks
 from lockstep.engine.fingerprint import Fingerprint
-from lockstep.engine.optimizer_checks import (
+from lockstep.engine.optimizer_state import (
     check_can_be_saved,
     check_group_options,
     check_separate,

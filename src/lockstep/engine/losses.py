@@ -1,4 +1,22 @@
-"""What a loss function may return.
+"""What loss functions return: the loss of each shard with its weight, and further values, averaged over the shards.
+
+    table    of each shard the loss and weight, how many values it has, a number for their names; and of each value
+             whose name is known, value * weight and weight
+    answers  the values of a step in which there are new names, in the second exchange; from the next step on the table
+             has a place for them, or the row on the device
+
+Means are computed in the order of the tree: they have the same bits on any number of workers.
+
+[Note: host facts and device facts] To read what a device holds is to wait for the device. So where the model is on an
+asynchronous one, the step table (`lockstep.engine.step_table`) holds what the hosts know and travels over the group's
+CPU backend, and the rest is one row on the device: losses, weights that are tensors, whether gradients are finite.
+
+    host      backward launched .. table exchanged .. update launched | forward, backward of the next step .. row read
+    device    ......... forward ....... backward ....... row added up, judged .... update, unless it is bad .... forward
+
+Whether the step is bad is computed on the device, from numbers that are the same on all workers, and decides there
+whether the update takes effect. The row is copied to pinned memory, and read when the next step has been launched: then
+the device has work to do while the host waits.
 
 [Note: a shard that has nothing to learn from] In a plain loop samples of weight zero are in the batch like others: the
 parameters that they use have a gradient, of zeros if nothing else uses them, and an optimizer with weight decay or
@@ -7,18 +25,351 @@ by a sum of zeros over the same parameters.
 """
 
 import math
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsFloat
+from itertools import chain
+from numbers import Real
+from typing import Any, SupportsFloat, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from lockstep.data import Slice
+from lockstep.comm import World, calls_for, raise_if_broken
+from lockstep.data import ShardedBatch, Slice
 from lockstep.devices.transfer import is_asynchronous
-from lockstep.engine.step_values import ShardValues, check_values
-from lockstep.errors import LossError
+from lockstep.engine.batches import name_step
+from lockstep.engine.step_table import ON_DEVICE, CurrentStep, Rows, ShardColumn, StepPart, WeightedLosses
+from lockstep.errors import GroupError, LossError, PeerLostError
+from lockstep.shards import add_in_tree_order, sum_in_tree_order
 from lockstep.torch_private.autograd import tensor_hooks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowValues:
+    """What the row of a step holds, on the host."""
+
+    losses: tuple[float, ...]
+    """Of every shard, loss times weight."""
+    weights: tuple[float, ...]
+    """Of every shard, where any weight is a tensor on the device; else zeros."""
+    has_bad_gradient: bool
+    """Whether a gradient is not finite; False if that was not looked at."""
+    norm: float
+    """The norm of the gradient; 0 if it was not computed."""
+    values: Sequence[tuple[Sequence[float], Sequence[float]]]
+    """Of further values: value * weight of every shard, and its weights."""
+
+
+@final
+class DeviceRow:
+    """The row of one step after the other, in memory that is kept.
+
+    | loss * weight of each shard | weight of each shard | 0 or NaN for the gradients | norm of the gradient |
+    | value * weight of each shard | weight of each shard | for each further value
+    """
+
+    def __init__(self, world: World, num_shards: int, device: torch.device) -> None:
+        self.device = device
+        self._world = world
+        self._num_shards = num_shards
+        self._lay_out(0)
+
+    def _lay_out(self, num_values: int) -> None:
+        num_shards = self._num_shards
+        self._row = torch.zeros(2 * num_shards * (1 + num_values) + 2, dtype=torch.float64, device=self.device)
+        self._judged, values = self._row[: 2 * num_shards + 2], self._row[2 * num_shards + 2 :]
+        self._losses, self._weights = self._row[:num_shards], self._row[num_shards : 2 * num_shards]
+        self._gradients, self._norm = self._judged[-2], self._judged[-1]
+        self._values = values.view(num_values, 2, num_shards)
+        self._on_host = torch.zeros(len(self._row), dtype=torch.float64, pin_memory=True)
+
+    def begin(self, num_values: int) -> None:
+        """Begin with a step, in which there is a place for so many values besides the losses."""
+        if num_values != len(self._values):
+            self._lay_out(num_values)
+        self._row.zero_()
+
+    @torch.no_grad()
+    def add_loss(self, shard: int, loss: Tensor, weight: float | Tensor) -> None:
+        """Add the mean loss of a shard and its weight (local).
+
+        It is computed at once: the loss may lie in memory that the next forward overwrites, as outputs of CUDA graphs.
+        """
+        if isinstance(weight, Tensor):
+            weight = weight.detach().double()
+            self._weights[shard].copy_(weight)
+            self._losses[shard].copy_(torch.where(weight > 0, loss.detach().double() * weight, 0.0))
+        else:
+            self._losses[shard].copy_(loss.detach().double() * weight)
+
+    @torch.no_grad()
+    def add_value(self, place: int, shard: int, weighted: float | Tensor, weight: float | Tensor) -> None:
+        """Add a further value of a shard (local); `place` is that of its name."""
+        for target, number in zip(self._values[place, :, shard].unbind(), (weighted, weight), strict=True):
+            target.copy_(number) if isinstance(number, Tensor) else target.fill_(number)
+
+    def note_gradients(self, largest: Tensor) -> None:
+        """Note the largest magnitude of this worker's part of the gradients; not a number, or infinite, is bad."""
+        self._gradients.copy_(largest * 0.0)
+
+    def note_norm(self, norm: Tensor) -> None:
+        """Note the norm of the gradient, the same on all workers (local)."""
+        self._norm.copy_(norm)
+
+    def exchange(self) -> None:
+        """Add up the rows of all workers; the current stream waits, the host does not (collective)."""
+        if self._world.group is None or self._world.world_size == 1:
+            return
+        with calls_for("adding up the losses"):
+            work = dist.all_reduce(self._row, group=self._world.group, async_op=True)
+        assert work is not None
+        work.wait()
+
+    def total_weight(self, known: Sequence[float]) -> Tensor:
+        """Return the sum of the weights, in the order of the tree, on the device (local; after `exchange`).
+
+        In `known`, a weight below zero is one that is on the device only.
+        """
+        for shard, weight in enumerate(known):
+            if weight >= 0:
+                self._weights[shard].fill_(weight)
+        leaves = {(shard, shard + 1): weight for shard, weight in enumerate(self._weights.unbind())}
+        return add_in_tree_order(leaves, self._num_shards, torch.add)
+
+    def is_bad(self, total_weight: Tensor | None) -> Tensor:
+        """Return, on the device, whether no update can be made; `total_weight` is None where no weight is there."""
+        is_bad = ~self._judged.isfinite().all()
+        if total_weight is not None:
+            is_bad = is_bad | ~(total_weight > 0) | (self._weights < 0).any()
+        return is_bad
+
+    def start_copy(self) -> Callable[[], RowValues]:
+        """Start to copy the row to the host; return what waits for the copy and reads it (local).
+
+        It must be called before the row of the next step is copied. It raises a PeerLostError if a rank was lost.
+        """
+        on_host = self._on_host  # of this step: the next one may have other values, and so another row
+        on_host.copy_(self._row, non_blocking=True)
+        event = torch.Event(self._row.device)
+        event.record()
+
+        def read() -> RowValues:
+            event.synchronize()
+            _raise_if_lost(self._world.group)  # a reduction that was ended because a rank was lost leaves any value
+            return self._read(on_host.tolist())
+
+        return read
+
+    def _read(self, row: list[float]) -> RowValues:
+        num_shards = self._num_shards
+        of_gradients, norm = row[2 * num_shards : 2 * num_shards + 2]
+        values = [row[start : start + num_shards] for start in range(2 * num_shards + 2, len(row), num_shards)]
+        return RowValues(
+            losses=tuple(row[:num_shards]),
+            weights=tuple(row[num_shards : 2 * num_shards]),
+            has_bad_gradient=not math.isfinite(of_gradients),
+            norm=norm,
+            values=list(zip(values[::2], values[1::2], strict=True)),
+        )
+
+
+def _raise_if_lost(group: ProcessGroup | None) -> None:
+    try:
+        raise_if_broken(group)
+    except PeerLostError:
+        raise
+    except GroupError:
+        pass  # it was destroyed since, in order
+
+
+ShardValues = Mapping[str, tuple[float | Tensor, float | Tensor]]
+"""The values of a slice by name: each a mean and its weight."""
+
+
+@final
+class ShardLosses(StepPart):
+    """The losses of the shards, and their weights; `row` gets what is on an asynchronous device."""
+
+    def __init__(self, row: DeviceRow | None) -> None:
+        self._row = row
+        self._losses: dict[int, float | Tensor] = {}
+        self._weights: dict[int, float | Tensor] = {}
+        self._columns = ShardColumn(lambda: self._losses), ShardColumn(lambda: self._weights)
+        self.shard_columns = self._columns
+
+    def begin(self, _step: CurrentStep) -> None:
+        self._losses, self._weights = {}, {}
+
+    def add(self, shard: int, loss: Tensor, weight: float | Tensor) -> None:
+        """Add the mean loss of a shard and its weight: more than zero, or a tensor on an asynchronous device."""
+        if self._row is None:
+            self._losses[shard], self._weights[shard] = _weighted(_exact(loss), weight), weight
+            return
+        self._row.add_loss(shard, loss, weight)
+        self._losses[shard], self._weights[shard] = 0.0, ON_DEVICE if isinstance(weight, Tensor) else weight
+
+    def check(self, step: CurrentStep, rows: Rows) -> None:
+        losses, weights = map(rows.of_shards, self._columns)
+        step.losses = WeightedLosses(losses, weights)
+        if not step.losses.has_weights_on_device:
+            step.problem = find_bad_loss(step.losses, step.batch)
+
+
+def _exact(value: Any) -> float | Tensor:
+    """Return a number in double precision, at once where that costs nothing; else it stays on its device."""
+    if isinstance(value, Tensor):
+        return value.detach().double() if is_asynchronous(value.device) else float(value.item())
+    return float(value)
+
+
+def _weighted(mean: float | Tensor, weight: float | Tensor) -> float | Tensor:
+    """Return mean * weight; 0 where the weight is, whatever the mean: it is one of nothing."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, mean * weight, 0.0)
+    return mean * weight if weight > 0 else 0.0
+
+
+def find_bad_loss(found: WeightedLosses, batch: ShardedBatch) -> str:
+    """Return which loss is not finite, in words; empty if none is. `LossError` if no loss has a weight."""
+    for shard, (loss, weight) in enumerate(zip(found.losses, found.weights, strict=True)):
+        if not (math.isfinite(loss) and math.isfinite(weight)):
+            rank = next(rank for rank, shards in enumerate(batch.ranges) if shard in shards)
+            return (
+                f"The loss of shard {shard}, run by rank {rank}, is {loss / weight if weight else loss} at "
+                f"{name_step(batch.cursor)}: the model has diverged, or a sample is not finite. Try a smaller "
+                'learning rate, or max_grad_norm; nonfinite="skip" leaves such steps out.'
+            )
+    if not any(weight > 0 for weight in found.weights):
+        raise LossError(
+            f"The summed weight of the losses is {found.weight} at {name_step(batch.cursor)}, expected more than "
+            "zero: no shard had anything to learn from. (LS507)"
+        )
+    return ""
+
+
+@final
+class StepValues(StepPart):
+    """Averages the values of steps; where there is a `row`, those whose names are known are in it."""
+
+    def __init__(self, num_shards: int, row: DeviceRow | None) -> None:
+        self._num_shards = num_shards
+        self._row = row
+        self._found: dict[int, dict[str, tuple[float | Tensor, float | Tensor]]] = {}
+        self._numbers = ShardColumn(lambda: {shard: _number_of(each) for shard, each in self._found.items() if each})
+        self._names: dict[int, list[str]] = {}
+        self._places: dict[str, tuple[ShardColumn, ShardColumn]] = {}
+        self._of_step: list[str] = []
+        self._sums: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+        self.shard_columns = [self._numbers]
+
+    def begin(self, _step: CurrentStep) -> None:
+        self._found, self._sums, self._of_step = {}, {}, []
+        if self._row is not None:
+            self._row.begin(len(self._places))
+
+    def add(self, shard: int, values: ShardValues) -> None:
+        """Add the values of a shard (local)."""
+        if not values:
+            return
+        self._found[shard] = found = {name: (_exact(mean), _exact(weight)) for name, (mean, weight) in values.items()}
+        if self._row is not None:
+            for place, name in enumerate(self._places):
+                if name in found:
+                    self._row.add_value(place, shard, _weighted(*found[name]), found[name][1])
+
+    def check(self, step: CurrentStep, rows: Rows) -> None:
+        numbers = rows.of_shards(self._numbers)
+        if not any(numbers):
+            return
+        used = [shard for shard, number in enumerate(numbers) if number or step.losses.weights[shard]]
+        first = used[0]
+        odd = next((shard for shard in used if numbers[shard] != numbers[first]), None)
+        if odd is not None:
+            raise LossError(
+                f"The loss function returned values of other names for shard {odd} than for shard {first}. Return the "
+                "same names for every slice; a value that a slice does not have gets weight 0: (0.0, 0). No parameter "
+                "was changed. (LS507)"
+            )
+        self._of_step = self._names.get(int(numbers[first]), [])
+        if not self._of_step:
+            step.ask("adding up the values that the loss functions returned", self._send, self._receive)
+        elif self._row is None:
+            for name in self._of_step:
+                sums, weights = map(rows.of_shards, self._places[name])
+                self._sums[name] = sums, weights
+
+    def means(self) -> Callable[[RowValues | None], dict[str, float]]:
+        """Return what computes the means of this step by name; it is given the values of the row, if there is one."""
+        names, sums, places = self._of_step, self._sums, list(self._places)
+
+        def compute(row: RowValues | None) -> dict[str, float]:
+            if row is None or sums:
+                return {name: _mean(*sums[name]) for name in names}
+            return {name: _mean(*row.values[places.index(name)]) for name in names}
+
+        return compute
+
+    def _send(self) -> dict[int, dict[str, tuple[float, float]]]:
+        return {
+            shard: {name: (float(_weighted(*each)), float(each[1])) for name, each in values.items()}
+            for shard, values in self._found.items()
+        }
+
+    def _receive(self, found: list[dict[int, dict[str, tuple[float, float]]]]) -> None:
+        """Take the values of this step, and let their names have a place in the table from the next one on."""
+        of_shards = {shard: values for each in found for shard, values in each.items()}
+        self._of_step = names = sorted(next(iter(of_shards.values())))
+        self._names[_number_of(names)] = names
+        for name in names:
+            if name not in self._places:
+                self._places[name] = self._make_columns(name)
+            pairs = [of_shards.get(shard, {}).get(name, (0.0, 0.0)) for shard in range(self._num_shards)]
+            sums, weights = zip(*pairs, strict=True)
+            self._sums[name] = sums, weights
+        if self._row is None:
+            self.shard_columns = [self._numbers, *chain.from_iterable(self._places.values())]
+
+    def _make_columns(self, name: str) -> tuple[ShardColumn, ShardColumn]:
+        def read() -> Iterator[tuple[int, tuple[float | Tensor, float | Tensor]]]:
+            return ((shard, values[name]) for shard, values in self._found.items() if name in values)
+
+        return (
+            ShardColumn(lambda: {shard: _weighted(*each) for shard, each in read()}),
+            ShardColumn(lambda: {shard: weight for shard, (_, weight) in read()}),
+        )
+
+
+def _mean(sums: Sequence[float], weights: Sequence[float]) -> float:
+    weight = sum_in_tree_order(weights)
+    return sum_in_tree_order(sums) / weight if weight else math.nan
+
+
+def check_values(values: Mapping[Any, Any], weight: float | Tensor) -> ShardValues:
+    """Return the values of a slice, each with its weight: that of the loss, unless it has one of its own."""
+    found: dict[str, tuple[float | Tensor, float | Tensor]] = {}
+    for name, value in values.items():
+        parts = value if isinstance(value, tuple) else (value, weight)
+        if len(parts) != 2 or not all(map(_is_number, parts)):  # noqa: PLR2004 - mean and weight
+            raise LossError(
+                f"The loss function returned {name!r} as a {type(value).__name__}, expected the mean of a slice as one "
+                "number, or a pair of it and its weight. (LS507)"
+            )
+        mean, own_weight = (each.detach().reshape(()) if isinstance(each, Tensor) else each for each in parts)
+        found[str(name)] = mean, own_weight
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)  # NumPy's numbers too
+
+
+def _number_of(names: Iterable[str]) -> int:
+    """Return a number for names, which a float64 holds exactly; 0 for none alone."""
+    ordered = sorted(names)
+    return len(ordered) << 32 | zlib.crc32("\n".join(ordered).encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

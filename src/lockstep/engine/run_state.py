@@ -28,9 +28,17 @@ from lockstep.engine.optimizers import (
     combine_optimizers,
     combine_schedulers,
 )
-from lockstep.engine.state_file import Scheduler
-from lockstep.engine.state_parts import CallbacksPart, ModelPart, ObjectPart, State, StatePart, StateParts, WorkerPart
-from lockstep.engine.step_result import StepOutcome
+from lockstep.engine.state_parts import (
+    CallbacksPart,
+    ModelPart,
+    ObjectPart,
+    Scheduler,
+    State,
+    StatePart,
+    StateParts,
+    WorkerPart,
+)
+from lockstep.engine.step_table import StepOutcome
 from lockstep.errors import CheckpointError, LossError, UnusableStateError, clause
 from lockstep.torch_private.compiler import has_compiled_part
 

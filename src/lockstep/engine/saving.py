@@ -1,37 +1,225 @@
-"""What `Trainer.save` and `Trainer.load` do, and what they warn of."""
+"""A trainer's state as one file: what `Trainer.save` and `Trainer.load`, and the command, write, read and warn of.
 
+`trainer.state_dict()` is values and tensors; a file is a manifest and tensors (`lockstep.checkpoint`). This module
+converts between them. An error on one worker raises on all.
+"""
+
+import hashlib
 import inspect
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.checkpoint import Checkpoint
-from lockstep.checkpoint.manifest import decode_state
+from lockstep.checkpoint import Checkpoint, Manifest, load_checkpoint, save_checkpoint
+from lockstep.checkpoint.file import with_digest
+from lockstep.checkpoint.manifest import decode_state, encode_state
+from lockstep.checkpoint.step_files import checkpoint_name, find_newest_intact
 from lockstep.comm import World
 from lockstep.data import Cursor
 from lockstep.engine.arguments import warn_of_other_conditions
 from lockstep.engine.batches import gather_results
-from lockstep.engine.optimizers import SchedulerSet
+from lockstep.engine.optimizers import SchedulerSet, class_name
 from lockstep.engine.run_state import RunState
 from lockstep.engine.schedules import Schedule
-from lockstep.engine.state_file import (
-    LoadedState,
-    Scheduler,
-    pack_state,
-    raise_on_all_ranks,
-    read_on_all_ranks,
-    split_scheduler_state,
-    unpack_state,
-    write_on_rank_0,
-)
-from lockstep.engine.state_parts import ObjectPart, Stateful, StatePart
-from lockstep.errors import CheckpointError
+from lockstep.engine.state_parts import ObjectPart, Scheduler, Stateful, StatePart
+from lockstep.errors import CheckpointError, PeerFailedError, without_code
 from lockstep.processes.user_line import stacklevel_of_user
+from lockstep.recording import EventKind, own_recorder
 from lockstep.reduce.model import Description, describe_options
+from lockstep.version import VERSION
+
+Result = TypeVar("Result")
+_CLASSES = ("optimizer", "scheduler", "other_scheduler")
+_PLAIN = ("epoch", "step", "global_step", "num_shards", "seed", "loader", "fingerprint")
+_ENCODED = ("optimizer", "scaler")
+_OF_MANIFEST = {*_PLAIN, *_ENCODED, "model", "callbacks", "optimizer_class", "scheduler", "scheduler_class"}
+"""The entries of a state that have places of their own in a manifest; all others are its `parts`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedState:
+    """What `Trainer.load` has loaded."""
+
+    path: Path
+    cursor: Cursor
+    """The next step of the run."""
+    global_step: int
+    """Steps taken so far, skipped ones included."""
+    metrics: Mapping[str, float | None]
+    """What was measured when it was saved; None for a value that was not finite; empty if none were given."""
+
+
+def pack_state(
+    state: Mapping[str, Any],
+    scheduler: Scheduler | None,
+    config: Mapping[str, Any] | None,
+    metrics: Mapping[str, float | None],
+    extra: Mapping[str, Stateful] = MappingProxyType({}),
+) -> Checkpoint:
+    """Return a state as a checkpoint; its tensors are the live ones, and its digest is left open (local).
+
+    `scheduler` is stepped by the trainer or by the user.
+    """
+    model = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
+    of_modules = {name: value for name, value in state["model"].items() if name not in model}
+    others = {name: each.state_dict() for name, each in extra.items()}
+    tensors: dict[str, Tensor] = {}
+
+    def encode(name: str, value: Any) -> Any:
+        if value is None or (value == {} and name not in {"optimizer", "scheduler"}):
+            return None
+        return encode_state(value, "optimizer" if name == "optimizer" else f"optimizer/{name}", tensors)
+
+    parts = {name: encode(name, value) for name, value in state.items() if name not in _OF_MANIFEST}
+    manifest = Manifest(
+        **{name: state[name] for name in _PLAIN},
+        **{name: encode(name, state.get(name)) for name in _ENCODED},
+        digest="",
+        scheduler=None if scheduler is None else encode("scheduler", scheduler.state_dict()),
+        classes={
+            "optimizer": state["optimizer_class"],
+            "scheduler": state["scheduler_class"],
+            "other_scheduler": None if state["scheduler_class"] else class_name(scheduler),
+        },
+        model_extra=encode("model", of_modules),
+        callbacks=encode("callbacks", state.get("callbacks")),
+        extra=encode("extra", others),
+        parts={name: value for name, value in parts.items() if value is not None} or None,
+        config=config,
+        metrics={
+            name: float(value) if value is not None and math.isfinite(value) else None
+            for name, value in metrics.items()
+        },
+        versions={"lockstep": VERSION} | {name: version(name) for name in ("torch", "safetensors")},
+    )
+    return Checkpoint(model=model, optimizer=tensors, manifest=manifest)
+
+
+def unpack_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what `Trainer.load_state_dict` takes, with the state of the scheduler, even of one that the user steps."""
+    manifest, tensors = checkpoint.manifest, checkpoint.optimizer
+    return {
+        **decode_state(manifest.parts or {}, tensors),
+        **{name: getattr(manifest, name) for name in _PLAIN},
+        **{name: decode_state(getattr(manifest, name), tensors) for name in (*_ENCODED, "scheduler")},
+        "callbacks": decode_state(manifest.callbacks or {}, tensors),
+        **{f"{name}_class": manifest.classes[name] for name in _CLASSES if name in manifest.classes},
+        "model": {**checkpoint.model, **decode_state(manifest.model_extra or {}, tensors)},
+    }
+
+
+def split_scheduler_state(
+    state: dict[str, Any], *, has_scheduler: bool, own: Any
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the trainer's part of an unpacked state, and that of a scheduler that it does not step itself (`own`)."""
+    known = {name: value for name, value in state.items() if name != "other_scheduler_class"}
+    other = state.get("other_scheduler_class")
+    if has_scheduler:
+        if other is not None:
+            raise CheckpointError(
+                f"The checkpoint has a {other} that was not stepped by the trainer, which steps its own once per step: "
+                "the result would differ. Make the trainer without it, step it as before, and give it to load: "
+                "trainer.load(path, scheduler=...). (LS708)"
+            )
+        return known, None
+    made = state["scheduler"]
+    if (made is None) != (own is None):
+        has, lacks = ("The checkpoint", "this run") if own is None else ("This run", "the checkpoint")
+        raise CheckpointError(
+            f"{has} has a scheduler, and {lacks} has none: the result would differ. Make the same scheduler as "
+            "before; one that the trainer does not step is given to save and load: "
+            "trainer.load(path, scheduler=...). (LS708)"
+        )
+    if state.get("scheduler_class") is not None:
+        raise CheckpointError(
+            f"The checkpoint has a {state['scheduler_class']} that the trainer has stepped, once per step, and that "
+            "this trainer does not step: the result would differ. Give it to the trainer: "
+            "Trainer(..., scheduler=...). (LS708)"
+        )
+    if "other_scheduler_class" in state and other != class_name(own):
+        raise CheckpointError(
+            f"The checkpoint has a {other}, and this run a {class_name(own)}: the result would differ. Make the "
+            "same scheduler as before. (LS708)"
+        )
+    return {**known, "scheduler": None}, made
+
+
+def write_on_rank_0(world: World, path: Path, take: Callable[[], Checkpoint]) -> Path:
+    """Write a checkpoint on rank 0 and return its path (collective); it is durable then.
+
+    `take` is called on rank 0 alone. In a directory the file is named by its step. An error is raised on all ranks, and
+    what was under `path` before is still there.
+    """
+
+    def write() -> Path:
+        checkpoint = take()
+        file = path / checkpoint_name(checkpoint.manifest.global_step) if path.is_dir() else path
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"The directory of the checkpoint {file} cannot be created: {error}. (LS703)"
+            ) from error
+        with own_recorder().during(EventKind.SAVING, text="save"):
+            save_checkpoint(file, with_digest(checkpoint))
+        return file
+
+    return world.from_first(write)
+
+
+def read_on_all_ranks(world: World, path: Path) -> tuple[Path, Checkpoint]:
+    """Read the same checkpoint on every rank, every byte checked (collective).
+
+    Of a directory it is the newest intact one that rank 0 sees there. An error is raised on all ranks.
+    """
+
+    def find() -> str:
+        return find_newest_intact(path, _warn_of_broken)[0].name if path.is_dir() else ""
+
+    name = world.from_first(find)
+    file = path / name if name else path
+    checkpoint = raise_on_all_ranks(world, lambda: load_checkpoint(file), "reading a checkpoint")
+    manifest = checkpoint.manifest
+    seen = world.gather_objects((_describe(file, manifest), hashlib.sha256(manifest.to_json().encode()).hexdigest()))
+    for rank, (described, number) in enumerate(seen):
+        if number != seen[0][1]:
+            raise CheckpointError(
+                f"The ranks have read different checkpoints: rank 0 {seen[0][0]}, and rank {rank} {described}. Give "
+                "all of them the same file, or copies of it. (LS712)"
+            )
+    return file, checkpoint
+
+
+def raise_on_all_ranks(world: World, compute: Callable[[], Result], purpose: str) -> Result:
+    """Return what `compute` returns here; if it raises on one rank, the others raise `CheckpointError` (collective)."""
+    results: list[Result] = []
+
+    def keep() -> None:  # the result stays on this rank
+        results.append(compute())
+
+    try:
+        gather_results(world, keep, purpose)
+    except PeerFailedError as error:
+        raise CheckpointError(str(error)) from error
+    return results[0]
+
+
+def _describe(path: Path, manifest: Manifest) -> str:
+    return f"{path} (epoch {manifest.epoch}, step {manifest.step}, digest {manifest.digest[:16]})"
+
+
+def _warn_of_broken(error: CheckpointError) -> None:
+    warnings.warn(f"{without_code(error)} The one before is loaded. (LS713)", stacklevel=stacklevel_of_user())
+
 
 SCHEDULED = frozenset({"lr", "momentum", "betas"})
 """Options of an optimizer that schedulers set."""

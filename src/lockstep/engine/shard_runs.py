@@ -16,8 +16,15 @@ from lockstep.devices.transfer import InputCopies, is_asynchronous, to_device
 from lockstep.engine.arguments import TrainerArguments
 from lockstep.engine.balance import Stopwatch
 from lockstep.engine.buffers import ShardZeroBuffers
-from lockstep.engine.device_row import DeviceRow
-from lockstep.engine.losses import begin_backward_at, gradient_of_loss, read_loss, zero_over_parameters
+from lockstep.engine.losses import (
+    DeviceRow,
+    ShardLosses,
+    StepValues,
+    begin_backward_at,
+    gradient_of_loss,
+    read_loss,
+    zero_over_parameters,
+)
 from lockstep.engine.networks import find_networks, networks_walk
 from lockstep.engine.optimizers import UpdateSpec
 from lockstep.engine.parameter_hooks import ParameterHooks
@@ -26,7 +33,6 @@ from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_notices import buffers_of_users, warn_of_compared_samples, warn_of_row_writes
 from lockstep.engine.side_effects import StateWatch
 from lockstep.engine.step_table import CurrentStep
-from lockstep.engine.step_values import ShardLosses, StepValues
 from lockstep.engine.user_function import EXPLAINED_ERRORS, StepPlace, UserFunction
 from lockstep.errors import LossError
 from lockstep.processes.reproducibility import reseed_generators

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import state_digest
-from lockstep.engine.buffer_snapshot import BufferSnapshot, buffer_parts
+from lockstep.engine.buffers import BufferSnapshot, buffer_parts
 from lockstep.engine.callbacks import Callbacks
 from lockstep.engine.optimizers import class_name
 from lockstep.engine.random_states import read_device_states, set_device_states
@@ -47,6 +47,19 @@ class Stateful(Protocol):
         """Return its state."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take a state back."""
+
+
+class Scheduler(Protocol):
+    """What the trainer asks of a learning-rate scheduler."""
+
+    def step(self) -> None:
+        """Set the next learning rate."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state back."""
 
 

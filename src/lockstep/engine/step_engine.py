@@ -37,10 +37,9 @@ from lockstep.devices.transfer import is_asynchronous
 from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.engine.arguments import TrainerArguments, check_fingerprints, check_same_arguments
 from lockstep.engine.batches import gather_results
-from lockstep.engine.buffer_snapshot import without_repeats
+from lockstep.engine.buffers import without_repeats
 from lockstep.engine.comparison import ShardHashes, WorkerComparison, number_shards
-from lockstep.engine.decision import StepJudge
-from lockstep.engine.gradients import ReducedGradients
+from lockstep.engine.decision import ReducedGradients, StepJudge
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import ShardRuns
 from lockstep.engine.step_checks import (
@@ -51,8 +50,7 @@ from lockstep.engine.step_checks import (
     StepRequests,
     WrittenParameters,
 )
-from lockstep.engine.step_result import StepOutcome, StepResult, merge_updates
-from lockstep.engine.step_table import CurrentStep, Failure, StepPart, StepTable
+from lockstep.engine.step_table import CurrentStep, Failure, StepOutcome, StepPart, StepResult, StepTable, merge_updates
 from lockstep.engine.update import Update
 from lockstep.errors import GroupError, LossError, ReductionError, UnusableStateError
 from lockstep.recording import EventKind, own_recorder

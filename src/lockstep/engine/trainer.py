@@ -18,21 +18,18 @@ from lockstep.comm import World, join_world
 from lockstep.data import Cursor, ShardedBatch, ShardedLoader
 from lockstep.engine.arguments import TrainerArguments, check_arguments, find_device_type, warn_of_other_conditions
 from lockstep.engine.averaging import SWA, AveragedWeights, tensors_of
-from lockstep.engine.batchnorm_update import Forward, compute_statistics
 from lockstep.engine.callbacks import Callback
 from lockstep.engine.comparison import verify
-from lockstep.engine.evaluation import Metric, evaluate
+from lockstep.engine.evaluation import Forward, Metric, compute_statistics, evaluate
 from lockstep.engine.fingerprint import DeterminismSwitches, Fingerprint
-from lockstep.engine.moments import Moments
 from lockstep.engine.networks import TRAINED_MODELS
-from lockstep.engine.present import Continued, PresentEngine
+from lockstep.engine.present import Continued, Moments, PresentEngine
 from lockstep.engine.run_state import RunState
-from lockstep.engine.saving import load_state, save_state
+from lockstep.engine.saving import LoadedState, load_state, save_state
 from lockstep.engine.shard_runs import Loss
-from lockstep.engine.state_file import LoadedState, Scheduler
-from lockstep.engine.state_parts import Stateful
+from lockstep.engine.state_parts import Scheduler, Stateful
 from lockstep.engine.step_engine import StepEngine
-from lockstep.engine.step_result import StepResult
+from lockstep.engine.step_table import StepResult
 from lockstep.reduce import BucketLimits
 from lockstep.torch_private.compiler import compile_module
 

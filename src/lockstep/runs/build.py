@@ -21,8 +21,7 @@ from lockstep.engine.averaging import EMA, SWA, AveragedWeights
 from lockstep.engine.callbacks import Callback, check_callback
 from lockstep.engine.evaluation import MetricValues, accuracy, has_classes
 from lockstep.engine.schedules import ReduceLROnPlateau, make_schedule, parameter_groups
-from lockstep.engine.state_file import Scheduler
-from lockstep.engine.state_parts import Stateful
+from lockstep.engine.state_parts import Scheduler, Stateful
 from lockstep.engine.stopping import EarlyStopping, MaxSteps, MaxTime
 from lockstep.errors import ConfigError
 from lockstep.processes.reproducibility import seed_generators, set_deterministic

@@ -49,8 +49,7 @@ from lockstep.runs.config import Config, read_config
 
 if TYPE_CHECKING:  # `lockstep train` makes a run directory without torch
     from lockstep.checkpoint import Checkpoint
-    from lockstep.engine.state_file import Scheduler
-    from lockstep.engine.state_parts import Stateful
+    from lockstep.engine.state_parts import Scheduler, Stateful
     from lockstep.engine.trainer import Trainer
 
 CONFIG_NAME = "config.yaml"
@@ -203,7 +202,7 @@ def make_checkpoint(
     extra: "Mapping[str, Stateful]" = MappingProxyType({}),
 ) -> "Checkpoint":
     """Return a checkpoint of a run, with the live tensors; the saver computes its digest (local)."""
-    from lockstep.engine.state_file import pack_state
+    from lockstep.engine.saving import pack_state
 
     values = None if config is None else json.loads(config.model_dump_json())
     return pack_state(trainer.state_dict(), scheduler, values, metrics, extra)

@@ -17,11 +17,10 @@ from torch import nn
 from lockstep.checkpoint import load_checkpoint
 from lockstep.data import ShardedLoader
 from lockstep.engine.averaging import SWA, AveragedWeights, put_weights
-from lockstep.engine.batchnorm_update import has_batchnorm
-from lockstep.engine.evaluation import Mean
-from lockstep.engine.moments import read_values
+from lockstep.engine.evaluation import Mean, has_batchnorm
+from lockstep.engine.present import read_values
+from lockstep.engine.saving import unpack_state
 from lockstep.engine.schedules import ReduceLROnPlateau
-from lockstep.engine.state_file import unpack_state
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.runs.build import WITHOUT_CALLBACKS, RunParts, build_parts, first_samples
 from lockstep.runs.build_data import TEST, TRAIN, build_collate, unknown_set

@@ -18,9 +18,8 @@ from lockstep.devices.transfer import is_asynchronous
 from lockstep.engine.batches import gather_results
 from lockstep.engine.fingerprint import Fingerprint
 from lockstep.engine.present import Continued
-from lockstep.engine.state_file import Scheduler
-from lockstep.engine.state_parts import Stateful
-from lockstep.engine.step_result import StepResult
+from lockstep.engine.state_parts import Scheduler, Stateful
+from lockstep.engine.step_table import StepResult
 from lockstep.engine.trainer import Trainer
 from lockstep.errors import CheckpointError, LossError, without_code
 from lockstep.events import (

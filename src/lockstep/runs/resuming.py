@@ -8,8 +8,7 @@ from typing import Any
 
 from lockstep.checkpoint import Checkpoint, Manifest
 from lockstep.checkpoint.manifest import decode_state
-from lockstep.engine.saving import describe_schedule, warn_of_other_schedule
-from lockstep.engine.state_file import split_scheduler_state, unpack_state
+from lockstep.engine.saving import describe_schedule, split_scheduler_state, unpack_state, warn_of_other_schedule
 from lockstep.errors import CheckpointError
 from lockstep.runs.build import RunParts
 from lockstep.runs.changes import ALL, MAKES_BATCHES, Change, check_changes, find_changes

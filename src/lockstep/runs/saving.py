@@ -20,8 +20,7 @@ from lockstep.checkpoint.saver import StateCopy
 from lockstep.checkpoint.step_files import checkpoint_name, find_checkpoints, global_step_of
 from lockstep.comm import World
 from lockstep.engine.batches import gather_results
-from lockstep.engine.state_file import Scheduler
-from lockstep.engine.state_parts import Stateful
+from lockstep.engine.state_parts import Scheduler, Stateful
 from lockstep.engine.stopping import mode_of_name
 from lockstep.engine.trainer import Trainer
 from lockstep.errors import CheckpointError, ConfigError

@@ -18,7 +18,7 @@ from lockstep.checkpoint import load_checkpoint, read_manifest, verify_checkpoin
 from lockstep.comm import World
 from lockstep.engine import run_state
 from lockstep.engine.member import receive_state, send_state
-from lockstep.engine.state_file import unpack_state
+from lockstep.engine.saving import unpack_state
 from lockstep.engine.state_parts import StatePart, StateParts
 from lockstep.errors import CheckpointError, ParameterMismatchError
 

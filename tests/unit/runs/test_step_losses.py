@@ -4,7 +4,7 @@ from functools import partial
 import pytest
 
 from lockstep.data import Cursor
-from lockstep.engine.step_result import StepOutcome, StepResult
+from lockstep.engine.step_table import StepOutcome, StepResult
 from lockstep.events import Event, StepFinished
 from lockstep.runs.fit import EpochSums, StepLosses
 
