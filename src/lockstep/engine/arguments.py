@@ -7,9 +7,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any
 
-import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
@@ -30,7 +29,7 @@ from lockstep.engine.optimizer_state import (
 )
 from lockstep.errors import counted
 from lockstep.processes.user_line import stacklevel_of_user
-from lockstep.reduce import BucketLimits, TrainedModel
+from lockstep.reduce import BucketLimits
 from lockstep.reduce.model import Description, describe_differences
 from lockstep.shards import shard_range
 from lockstep.torch_private.modules import TorchsSyncBatchNorm, complete_optimizer
@@ -338,64 +337,3 @@ def warn_of_other_conditions(saved: Mapping[str, Any] | None, now: Fingerprint) 
             "not be that of a run without an interruption. (LS711)",
             stacklevel=stacklevel_of_user(),
         )
-
-
-@final
-class ModelChangeCheck:
-    """Checks that a model and its optimizer still have the parameters that a trainer was made for."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, trained: TrainedModel) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._trained = trained
-        self._held = self._look()
-
-    def check(self) -> None:
-        held = self._look()
-        if held != self._held:
-            check_optimizer(self._optimizer, self._model)
-            self._held = held
-        if not self._trained.has_changed():
-            return
-        current = TrainedModel(self._model)
-        before = {each.spec.name: str(each.spec) for each in self._trained.trained}
-        now = {each.spec.name: str(each.spec) for each in current.trained}
-        changes = [f"{name} is no longer trained" for name in before if name not in now]
-        changes += [f"{name} is new or newly trained" for name in now if name not in before]
-        changes += [f"{before[name]} is {now[name]} now" for name in now if before.get(name, now[name]) != now[name]]
-        listed = "; ".join(changes[:3]) or "a parameter was replaced by another of the same name"
-        more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""  # noqa: PLR2004 - as many as are listed
-        raise ValueError(
-            f"The model was changed between steps: {listed}{more}. Make a new trainer of the changed model, with an "
-            "optimizer of its parameters, on every worker alike. (LS513)"
-        )
-
-    def _look(self) -> list[int]:
-        return [id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]]
-
-
-@final
-class SettingsChangeCheck:
-    """Warns if process-wide settings that change the last bits have changed: threads, deterministic operators."""
-
-    def __init__(self) -> None:
-        self._at_first = self._look()
-
-    def check(self) -> None:
-        now = self._look()
-        if now != self._at_first:
-            changes = [
-                f"{name} from {before} to {now[name]}" for name, before in self._at_first.items() if before != now[name]
-            ]
-            self._at_first = now
-            warnings.warn(
-                f"Since the trainer was made, a setting has changed: {' and '.join(changes)}. From this step on the "
-                "weights have other last bits. Set it before the trainer is made. (LS513)",
-                stacklevel=stacklevel_of_user(),
-            )
-
-    def _look(self) -> dict[str, object]:
-        return {
-            "threads": torch.get_num_threads(),
-            "deterministic operators": torch.are_deterministic_algorithms_enabled(),
-        }

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -23,9 +23,8 @@ from lockstep.data.contents import slice_number
 from lockstep.data.generators import generators_of_training
 from lockstep.engine.batches import gather_results, name_step
 from lockstep.engine.networks import TRAINED_MODELS
-from lockstep.engine.random_states import RandomStates
 from lockstep.engine.run_state import RunState
-from lockstep.engine.shard_runs import ShardRuns
+from lockstep.engine.shard_runs import RandomStates, ShardRuns
 from lockstep.engine.side_effects import LeftState
 from lockstep.engine.step_table import Column, CurrentStep, Rows, StepPart
 from lockstep.errors import LossError, ParameterMismatchError
@@ -36,6 +35,8 @@ from lockstep.torch_private.modules import byte_view, version_of
 _PURPOSE = "comparing what the workers train"
 ShardHashes = dict[int, dict[str, str]]
 """For every shard a hash of its loss and of each gradient, by name."""
+ShardNumbering = Callable[[ShardedBatch, Sequence[int]], ShardHashes]
+"""Computes shards in an order, and changes nothing."""
 
 
 @final
@@ -135,20 +136,12 @@ def _compare_options(place: str, found: list[Description]) -> None:
             )
 
 
-class ShardComputer(Protocol):
-    """What the check asks of an engine."""
-
-    world: World
-
-    def number_shards(self, batch: ShardedBatch, order: Sequence[int]) -> ShardHashes:
-        """Compute shards in an order; return a hash of each loss and gradient."""
-
-
 def verify(
     state: RunState,
-    engine: ShardComputer,
+    world: World,
     loader: ShardedLoader,
     num_steps: int,
+    number: ShardNumbering,
     step: Callable[[ShardedBatch], object],
 ) -> None:
     """Check some steps (collective); `Trainer.verify` says what it raises.
@@ -167,16 +160,16 @@ def verify(
     try:
         with state.parts.kept():
             for mine, whole in islice(batches, num_steps):
-                _check_step(state, engine, mine, whole)
+                _check_step(state, world, mine, whole, number)
                 step(mine)
             state.read_last_step()
     finally:
         state.unread_step = None  # what it would put back was put back
-        state.scheduler_check.note()
+        state.note_scheduler()
         random.restore()
 
 
-def _check_step(state: RunState, engine: ShardComputer, mine: ShardedBatch, whole: ShardedBatch) -> None:
+def _check_step(state: RunState, world: World, mine: ShardedBatch, whole: ShardedBatch, number: ShardNumbering) -> None:
     """Compare the bits of every shard of one step (collective)."""
 
     def compute() -> tuple[str, ShardHashes]:
@@ -189,14 +182,14 @@ def _check_step(state: RunState, engine: ShardComputer, mine: ShardedBatch, whol
             ), {}
         shards = [part.shard for part in whole.slices]
         before = LeftState(state.model, state.plan.losses)
-        forward = engine.number_shards(whole, shards)
+        forward = number(whole, shards)
         changes = before.changes()
-        difference = _find_difference(engine.number_shards(whole, shards[::-1]), forward)
+        difference = _find_difference(number(whole, shards[::-1]), forward)
         changed = [*changes.certain, *changes.possible]
         left = f"; the shards have changed {', '.join(changed[:3])}" if changed else ""
         return difference and f"{difference} when other shards are run before it{left}", forward
 
-    found = gather_results(engine.world, compute, "Trainer.verify")
+    found = gather_results(world, compute, "Trainer.verify")
     problem = next((text for text, _ in found if text), "")
     for rank, (_, numbers) in enumerate(found):
         if not problem and (difference := _find_difference(numbers, found[0][1])):

@@ -42,7 +42,11 @@ Metric = Callable[[nn.Module, Any], MetricValues]
 """`metric(model, batch)`: a sum over a slice and its weight, or several by name."""
 Slices = Callable[[ShardedBatch, Slice], MetricValues]
 """A metric, asked for one slice of a batch."""
+Forward = Callable[[nn.Module, Any], object]
+Sums = dict[str, Tensor]
+_BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, TorchsSyncBatchNorm)
 _PURPOSE = "Trainer.evaluate"
+_STATISTICS_PURPOSE = "Trainer.update_batchnorm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,20 @@ class Mean:
         return self.total / self.weight if self.weight else float("nan")
 
 
+def read_values(found: Any) -> Mapping[str, float]:
+    """Return the result of an evaluation as numbers by name."""
+    if isinstance(found, Mapping):
+        return {name: value.value if isinstance(value, Mean) else _as_number(value) for name, value in found.items()}
+    return {"metric": _as_number(found)}
+
+
+def _as_number(value: Any) -> Any:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return value
+
+
 @torch.no_grad()
 def evaluate(
     state: RunState,
@@ -73,17 +91,22 @@ def evaluate(
             f"evaluate was given a {type(loader).__name__}, expected a ShardedLoader: it counts each sample once "
             "over all workers. Make one of the data set. (LS528)"
         )
+    function = _predict if is_torchmetrics(metric) else metric
+    with own_recorder().during(EventKind.EVALUATING), _calls_with(state, weights, function) as calls:
+        if is_torchmetrics(metric):
+            return update_in_order(metric, loader, calls, world)
+        return sum_metric(loader, calls, world)
+
+
+@contextmanager
+def _calls_with(
+    state: RunState, weights: Mapping[str, Tensor], function: Any, *, is_training: bool = False
+) -> Iterator["SliceCalls"]:
+    """Let a function be called for slices with these weights; of the run nothing is changed (local)."""
+    calls = SliceCalls(state, function, is_training=is_training)
     try:
-        with (
-            own_recorder().during(EventKind.EVALUATING),
-            evaluation_mode(state.model),
-            weights_in_place(state.model, weights),
-        ):
-            if is_torchmetrics(metric):
-                with SliceCalls(state, _predict).changing_nothing() as calls:
-                    return update_in_order(metric, loader, calls, world)
-            with SliceCalls(state, metric).changing_nothing() as calls:
-                return sum_by_shard(loader, calls, world)
+        with evaluation_mode(state.model), weights_in_place(state.model, weights), calls.changing_nothing():
+            yield calls
     finally:  # what a worker has drawn depends on which shards it ran
         reseed_generators(derive_seed("evaluated", state.seed, state.cursor.epoch, state.cursor.step))
 
@@ -105,22 +128,18 @@ class ModelOfRun(Protocol):
     """A model and what calls of it depend on, as a `RunState` has them."""
 
     @property
-    def model(self) -> nn.Module:
-        """The model."""
+    def model(self) -> nn.Module: ...
 
     @property
-    def seed(self) -> int:
-        """Seed of the run."""
+    def seed(self) -> int: ...
 
     @property
-    def device(self) -> torch.device:
-        """Where the model is."""
+    def device(self) -> torch.device: ...
 
     def kept_modules(self) -> nn.Module:
-        """Return what holds the buffers that each call begins with: the model, and what belongs to it."""
+        """Return what has the buffers that each call begins with: the model, and what belongs to it."""
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context in which it is called."""
+    def autocast(self) -> AbstractContextManager[object]: ...
 
 
 @final
@@ -174,25 +193,16 @@ def _predict(model: nn.Module, data: Any) -> tuple[Any, Any]:
     return model(data[0]), data[1]
 
 
-def sum_by_shard(loader: ShardedLoader, values_of: Slices, world: World) -> dict[str, Mean]:
+def sum_metric(loader: ShardedLoader, values_of: Slices, world: World) -> dict[str, Mean]:
     """Add up what a metric gives for every slice of a data set: per shard, then in shard order (collective)."""
 
-    def compute() -> tuple[str, int, dict[int, dict[str, Mean]]]:
-        sums: dict[int, dict[str, Mean]] = {}
-        content = 0
-        for batch in loader.fixed_assignment_epoch():
-            check_world(batch, world)
-            content = batch.identity
-            for part in batch.slices:
-                _add_values(sums.setdefault(part.shard, {}), values_of(batch, part))
-        return loader.source, content, sums
+    def add(sums: dict[str, Mean], batch: ShardedBatch, part: Slice) -> None:
+        values = values_of(batch, part)
+        for name, value in (values if isinstance(values, Mapping) else {"metric": values}).items():
+            new = _read_mean(name, value)
+            sums[name] = add_means([sums[name], new]) if name in sums else new
 
-    found = gather_results(world, compute, _PURPOSE)
-    _check_same_loader([source for source, _, _ in found])
-    _check_same_content([content for _, content, _ in found])
-    by_shard = {shard: sums for _, _, gathered in found for shard, sums in gathered.items()}
-    assert len(by_shard) == sum(len(gathered) for _, _, gathered in found), "a shard was run by two workers"
-    ordered = [by_shard[shard] for shard in sorted(by_shard)]
+    ordered = _sum_by_shard(loader, world, add, _PURPOSE)
     names = list(dict.fromkeys(name for shard in ordered for name in shard))
     means = {name: add_means(shard[name] for shard in ordered if name in shard) for name in names}
     for name in [name for name, mean in means.items() if not mean.weight] if world.rank == 0 else []:
@@ -204,11 +214,32 @@ def sum_by_shard(loader: ShardedLoader, values_of: Slices, world: World) -> dict
     return means
 
 
-def _add_values(sums: dict[str, Mean], values: MetricValues) -> None:
-    named = values if isinstance(values, Mapping) else {"metric": values}
-    for name, value in named.items():
-        new = _read_mean(name, value)
-        sums[name] = add_means([sums[name], new]) if name in sums else new
+def _sum_by_shard(
+    loader: ShardedLoader,
+    world: World,
+    add: Callable[[dict[str, Any], ShardedBatch, Slice], None],
+    purpose: str,
+    *,
+    each_once: bool = True,
+) -> list[dict[str, Any]]:
+    """Return the sums of each shard, in shard order, to which `add` has added each of its slices (collective)."""
+
+    def compute() -> tuple[str, int, dict[int, dict[str, Any]]]:
+        sums: dict[int, dict[str, Any]] = {}
+        content = 0
+        for batch in loader.fixed_assignment_epoch(each_once=each_once):
+            check_world(batch, world)
+            content = batch.identity
+            for part in batch.slices:
+                add(sums.setdefault(part.shard, {}), batch, part)
+        return loader.source, content, sums
+
+    found = gather_results(world, compute, purpose)
+    _check_same_loader([source for source, _, _ in found])
+    _check_same_content([content for _, content, _ in found])
+    by_shard = {shard: sums for _, _, gathered in found for shard, sums in gathered.items()}
+    assert len(by_shard) == sum(len(gathered) for _, _, gathered in found), "a shard was run by two workers"
+    return [by_shard[shard] for shard in sorted(by_shard)]
 
 
 def _read_mean(name: str, value: Any) -> Mean:
@@ -241,11 +272,6 @@ def add_means(means: Iterable[Mean]) -> Mean:
         total += mean.total
         weight += mean.weight
     return Mean(total=total, weight=weight)
-
-
-def check_same_data(sources: Sequence[str], contents: Sequence[int | None]) -> None:
-    _check_same_loader(sources)
-    _check_same_content(contents)
 
 
 def _check_same_content(contents: Sequence[int | None]) -> None:
@@ -380,12 +406,6 @@ def _class_dim(output: Tensor, target: Tensor) -> int | None:
     return fitting.pop() if len(fitting) == 1 else None
 
 
-Forward = Callable[[nn.Module, Any], object]
-Sums = dict[str, Tensor]
-_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, TorchsSyncBatchNorm)
-_PURPOSE = "Trainer.update_batchnorm"
-
-
 def has_batchnorm(model: nn.Module) -> bool:
     return any(True for _ in _layers(model))
 
@@ -396,29 +416,16 @@ def compute_statistics(
 ) -> dict[str, Tensor]:
     """Return running means and variances by the names of the model's buffers (collective); nothing is changed."""
     model = state.model
+    with _calls_with(state, weights, forward, is_training=True) as calls:
 
-    def compute() -> tuple[str, int, dict[int, Sums]]:
-        sums: dict[int, Sums] = {}
-        content = 0
-        with SliceCalls(state, forward, is_training=True).changing_nothing() as calls:
-            for batch in loader.fixed_assignment_epoch(each_once=False):
-                check_world(batch, world)
-                content = batch.identity
-                for part in batch.slices:
-                    with _added_to(sums.setdefault(part.shard, {}), model):
-                        calls(batch, part)
-        return loader.source, content, sums
+        def add(sums: Sums, batch: ShardedBatch, part: Slice) -> None:
+            with _added_to(sums, model):
+                calls(batch, part)
 
-    try:
-        with evaluation_mode(model), weights_in_place(model, weights):
-            found = gather_results(world, compute, _PURPOSE)
-    finally:
-        reseed_generators(derive_seed("evaluated", state.seed, state.cursor.epoch, state.cursor.step))
-    check_same_data([source for source, _, _ in found], [content for _, content, _ in found])
-    by_shard = {shard: sums for _, _, gathered in found for shard, sums in gathered.items()}
+        by_shard = _sum_by_shard(loader, world, add, _STATISTICS_PURPOSE, each_once=False)
     total: Sums = {}
-    for shard in sorted(by_shard):
-        for name, value in by_shard[shard].items():
+    for sums in by_shard:
+        for name, value in sums.items():
             total[name] = total[name] + value if name in total else value
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return {
@@ -430,7 +437,7 @@ def compute_statistics(
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules(remove_duplicate=False):  # an average has all names of a layer
-        if isinstance(module, _KINDS) and module.track_running_stats and module.running_mean is not None:
+        if isinstance(module, _BATCHNORM) and module.track_running_stats and module.running_mean is not None:
             yield name, module
 
 

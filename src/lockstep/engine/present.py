@@ -6,7 +6,7 @@ workers find each other and agree on which calls are complete.
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from lockstep.comm.generations import ChangedWorker, Generations, LostWorker, Ne
 from lockstep.data import Cursor, ShardedBatch
 from lockstep.engine.arguments import TrainerArguments, check_arguments
 from lockstep.engine.batches import gather_results
-from lockstep.engine.evaluation import Mean
+from lockstep.engine.evaluation import read_values
 from lockstep.engine.member import Member
 from lockstep.engine.run_state import RunState
 from lockstep.engine.state_parts import Stateful
@@ -442,17 +442,3 @@ class Moments:
         self._state.is_ending = self._state.is_ending or bool(self._state.end_reason)
         if any(is_changed for _, is_changed in found):
             self._present.remake()
-
-
-def read_values(found: Any) -> Mapping[str, float]:
-    """Return the result of an evaluation as numbers by name."""
-    if isinstance(found, Mapping):
-        return {name: value.value if isinstance(value, Mean) else _as_number(value) for name, value in found.items()}
-    return {"metric": _as_number(found)}
-
-
-def _as_number(value: Any) -> Any:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return value

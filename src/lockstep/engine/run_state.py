@@ -22,7 +22,6 @@ from lockstep.engine.networks import TRAINED_MODELS, NetworksPart
 from lockstep.engine.optimizer_state import OptimizerPart
 from lockstep.engine.optimizers import (
     OptimizerSet,
-    SchedulerStepCheck,
     UpdatePlan,
     UpdateSpec,
     combine_optimizers,
@@ -83,7 +82,7 @@ class RunState:
         self.is_ending = False
         self.end_reason = ""
         self.end_reason_after_step = ""
-        self.scheduler_check = SchedulerStepCheck(self.scheduler)
+        self.note_scheduler()
         self.unread_step: UnreadStep | None = None
         self.may_be_unread = True
         self.waits_for_device = False
@@ -160,13 +159,13 @@ class RunState:
         self.failed_here = ""
         self.num_updates = 0 if is_last else self.num_updates + 1
         if not is_last:
-            self.scheduler_check.note()
+            self.note_scheduler()
             return
         self.cursor = batch.cursor.advance(batch.num_steps)
         self.global_step += 1
         self.has_begun = True
         self.data.note(batch)
-        self.scheduler_check.note()
+        self.note_scheduler()
 
     def record_progress(self) -> Callable[[], None]:
         """Return what puts cursor, data, scheduler and the optimizer's options back as they are now (local)."""
@@ -182,7 +181,7 @@ class RunState:
                 self.scheduler.load_state_dict(scheduler)
                 for group, before in zip(self.optimizer.param_groups, options, strict=True):
                     group.update(before)
-                self.scheduler_check.note()
+                self.note_scheduler()
 
         return restore
 
@@ -197,6 +196,10 @@ class RunState:
         step, self.unread_step = self.unread_step, None
         if step is not None and step.error is not None:
             raise step.error
+
+    def note_scheduler(self) -> None:
+        """Note how often the scheduler was stepped, which the next step compares (local)."""
+        self.num_scheduled: int | None = getattr(self.scheduler, "last_epoch", None)
 
     @property
     def failed_step(self) -> str:
@@ -256,12 +259,12 @@ class RunState:
         self.unread_step = None  # what it was is replaced
         with self.parts.loaded(state, others):
             yield
-        self.scheduler_check.note()
+        self.note_scheduler()
 
     def load_for_worker(self, found: Mapping[str, Any]) -> None:
         """Take what `parts.save_for_worker` has returned on another worker (local)."""
         self.parts.load_for_worker(found)
-        self.scheduler_check.note()
+        self.note_scheduler()
 
 
 @final

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.comm import World
 from lockstep.data import ShardedBatch, Slice
 from lockstep.data.batch import ErrorPlace
-from lockstep.data.generators import generators_of_training
+from lockstep.data.generators import OwnGenerators, generators_of_training
 from lockstep.devices.transfer import InputCopies, is_asynchronous, to_device
 from lockstep.engine.arguments import TrainerArguments
 from lockstep.engine.balance import Stopwatch
@@ -28,14 +28,13 @@ from lockstep.engine.losses import (
 from lockstep.engine.networks import find_networks, networks_walk
 from lockstep.engine.optimizers import UpdateSpec
 from lockstep.engine.parameter_hooks import ParameterHooks
-from lockstep.engine.random_states import RandomStates
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_notices import buffers_of_users, warn_of_compared_samples, warn_of_row_writes
 from lockstep.engine.side_effects import StateWatch
-from lockstep.engine.step_table import CurrentStep
+from lockstep.engine.step_table import CurrentStep, StepPart
 from lockstep.engine.user_function import EXPLAINED_ERRORS, StepPlace, UserFunction
 from lockstep.errors import LossError
-from lockstep.processes.reproducibility import reseed_generators
+from lockstep.processes.reproducibility import keep_generator_states, reseed_generators
 from lockstep.recording import NO_EVENT, EventKind, own_recorder
 from lockstep.reduce import ShardReducer, TrainedModel
 from lockstep.reduce.tensor_bits import sum_of_bits
@@ -46,6 +45,38 @@ from lockstep.torch_private.modules import tree_leaves, version_of
 Loss = Callable[..., Tensor | tuple[Tensor, float | Tensor] | Mapping[str, Any]]
 """`loss(model, batch)` or `loss(model, batch, place)`: the mean loss of a slice (scalar), the pair of it and its weight
 (say, tokens), or a dictionary with one of these as "loss" and further means by name. `place` is a `StepPlace`."""
+
+
+@final
+class RandomStates(StepPart):
+    """Seeds all random generators, and puts them back if a step fails; `own` are those of the model and the loss."""
+
+    def __init__(self, own: OwnGenerators) -> None:
+        self.own = own
+        self._restore_calls: list[Callable[[], object]] = []
+
+    def begin(self, _step: CurrentStep) -> None:
+        self.save()
+
+    def commit(self, _step: CurrentStep) -> None:
+        self._restore_calls = []
+
+    def undo(self, _step: CurrentStep) -> None:
+        self.restore()
+
+    def save(self) -> None:
+        self.own.save()
+        self._restore_calls = [*keep_generator_states(), self.own.restore]
+
+    def restore(self) -> None:
+        for restore in self._restore_calls:
+            restore()
+        self._restore_calls = []
+
+    def seed(self, seed: int) -> None:
+        """Seed all generators for what is drawn from here until the next step begins (local)."""
+        reseed_generators(seed)
+        self.own.seed_as_global()
 
 
 @final

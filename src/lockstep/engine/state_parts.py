@@ -28,9 +28,8 @@ from lockstep.checkpoint import state_digest
 from lockstep.engine.buffers import BufferSnapshot, buffer_parts
 from lockstep.engine.callbacks import Callbacks
 from lockstep.engine.optimizers import class_name
-from lockstep.engine.random_states import read_device_states, set_device_states
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.processes.reproducibility import read_host_states, set_host_states
+from lockstep.processes.reproducibility import read_generator_states, set_generator_states
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce.model import Description
 from lockstep.reduce.tensor_bits import sum_of_bits
@@ -296,13 +295,12 @@ class WorkerPart(StatePart):
 
     def save_for_worker(self) -> dict[str, Any]:
         loop = None if self.loop is None else self.loop.state_dict()
-        return {"loop": loop, "generators": {**read_host_states(), "devices": read_device_states()}}
+        return {"loop": loop, "generators": read_generator_states()}
 
     def load_for_worker(self, saved: State) -> None:
         if self.loop is not None and saved["loop"] is not None:
             self.loop.load_state_dict(saved["loop"])
-        set_host_states(saved["generators"])
-        set_device_states(saved["generators"]["devices"])
+        set_generator_states(saved["generators"])
 
 
 @final

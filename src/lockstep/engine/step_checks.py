@@ -1,84 +1,22 @@
 """Parts of a step that check something, by themselves in `begin`, and by what all workers have sent in `check`."""
 
+import warnings
 import zlib
 from collections.abc import Sequence
 from typing import final
 
+import torch
+
 from lockstep.comm import calls_for
 from lockstep.data import OTHER_DATA, Cursor
-from lockstep.engine.arguments import ModelChangeCheck, SettingsChangeCheck
+from lockstep.engine.arguments import check_optimizer
 from lockstep.engine.balance import Balancer
 from lockstep.engine.batches import check_cut, check_sync_batchnorm
 from lockstep.engine.shard_runs import ShardRuns
 from lockstep.engine.step_table import FAILURE, Column, CurrentStep, Failure, Rows, StepPart
-from lockstep.engine.written_parameters import WrittenParameterCheck
-from lockstep.errors import LossError, ReductionError, UnusableStateError, describe_exception
-
-
-@final
-class WrittenParameters(StepPart):
-    """Puts back parameters that shards have written: they would depend on who runs which shard."""
-
-    def __init__(self, runs: ShardRuns) -> None:
-        self._state, self._world = runs.state, runs.world
-        self._has_several = runs.state.num_shards > 1
-        self._parameters = WrittenParameterCheck(
-            runs.state.model, reads_contents=self._has_several, others=runs.state.networks.parameters
-        )
-        self._first = Column(int, self._find, is_of_failed=True)
-        self.columns = (self._first,)
-
-    def begin(self, step: CurrentStep) -> None:
-        step.has_recorded_parameters = True
-        self._parameters.begin()
-
-    def check(self, step: CurrentStep, rows: Rows) -> None:
-        rank, number = next(((rank, each) for rank, each in enumerate(rows[self._first]) if each), (0, 0))
-        if not number:
-            return
-        lost = self._put_back()
-        if any(rows[FAILURE]):
-            return  # that error is raised
-        left = "It was put back on every rank. No parameter was changed."
-        if lost:
-            left = (
-                f"Every rank has written {', '.join(lost[:3])}, which cannot be put back: load a checkpoint on every "
-                "rank, trainer.load(path), or start again."
-            )
-        raise LossError(
-            f"Parameter {self._parameters.names[number - 1]} was written on rank {rank} while the shards of "
-            f"{step.place} ran, by a forward, the loss function or a hook. Each worker runs other "
-            "shards, so the weights would depend on the number of workers. Keep an average of the weights in "
-            f"buffers, or update it between two steps; do without max_norm in an embedding. {left} (LS518)"
-        )
-
-    def undo(self, step: CurrentStep) -> None:
-        """Note parameters that the only shard of a run has written, which is no error if the step succeeds (local)."""
-        if step.rows is not None and not self._has_several and self._find_written():
-            self._state.mark_unusable("A forward or the loss function had written parameters.")
-
-    def _find(self, step: CurrentStep) -> int:
-        if step.failure:
-            return self._find_written() if step.has_recorded_parameters else 0
-        return self._parameters.find_written() if self._has_several else 0
-
-    def _find_written(self) -> int:
-        try:
-            return self._parameters.find_written()
-        except Exception:  # noqa: BLE001 - a device that has failed cannot be read, and the others wait for this worker
-            self._state.mark_unusable("Whether a forward had written parameters could not be read.")
-            return 0
-
-    def _put_back(self) -> list[str]:
-        """Put back what was written (collective); return whose values are lost."""
-        try:
-            lost = self._parameters.put_back(self._world)
-        except BaseException:
-            self._state.mark_unusable("A forward or the loss function had written parameters.")
-            raise
-        if lost:
-            self._state.mark_unusable(f"A forward or the loss function had written to {', '.join(lost[:3])}.")
-        return lost
+from lockstep.errors import ReductionError, UnusableStateError, describe_exception
+from lockstep.processes.user_line import stacklevel_of_user
+from lockstep.reduce import TrainedModel
 
 
 @final
@@ -192,14 +130,73 @@ class SameSettings(StepPart):
     """Checks that the model, its scheduler and the process are what the trainer was made with."""
 
     def __init__(self, runs: ShardRuns) -> None:
-        self._state = runs.state
-        self._model = ModelChangeCheck(runs.state.model, runs.state.optimizer, runs.trained)
-        self._settings = SettingsChangeCheck()
+        self._state, self._trained = runs.state, runs.trained
+        self._held = self._list_held()
+        self._settings = _read_settings()
+        self._has_warned_of_scheduler = False
 
     def begin(self, _step: CurrentStep) -> None:
-        self._model.check()
-        self._settings.check()
-        self._state.scheduler_check.check()
+        self._check_model()
+        self._check_settings()
+        self._check_scheduler()
+
+    def _check_model(self) -> None:
+        held = self._list_held()
+        if held != self._held:
+            check_optimizer(self._state.optimizer, self._state.model)
+            self._held = held
+        if not self._trained.has_changed():
+            return
+        current = TrainedModel(self._state.model)
+        before = {each.spec.name: str(each.spec) for each in self._trained.trained}
+        now = {each.spec.name: str(each.spec) for each in current.trained}
+        changes = [f"{name} is no longer trained" for name in before if name not in now]
+        changes += [f"{name} is new or newly trained" for name in now if name not in before]
+        changes += [f"{before[name]} is {now[name]} now" for name in now if before.get(name, now[name]) != now[name]]
+        listed = "; ".join(changes[:3]) or "a parameter was replaced by another of the same name"
+        more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""  # noqa: PLR2004 - as many as are listed
+        raise ValueError(
+            f"The model was changed between steps: {listed}{more}. Make a new trainer of the changed model, with an "
+            "optimizer of its parameters, on every worker alike. (LS513)"
+        )
+
+    def _list_held(self) -> list[int]:
+        return [id(parameter) for group in self._state.optimizer.param_groups for parameter in group["params"]]
+
+    def _check_settings(self) -> None:
+        before, self._settings = self._settings, _read_settings()
+        if before != self._settings:
+            changes = [
+                f"{name} from {value} to {self._settings[name]}"
+                for name, value in before.items()
+                if value != self._settings[name]
+            ]
+            warnings.warn(
+                f"Since the trainer was made, a setting has changed: {' and '.join(changes)}. From this step on the "
+                "weights have other last bits. Set it before the trainer is made. (LS513)",
+                stacklevel=stacklevel_of_user(),
+            )
+
+    def _check_scheduler(self) -> None:
+        """Warn, once, if the user's code steps the scheduler as well. [Note: steps outside of the trainer]."""
+        before = self._state.num_scheduled
+        self._state.note_scheduler()
+        if self._state.num_scheduled != before and not self._has_warned_of_scheduler:
+            self._has_warned_of_scheduler = True
+            warnings.warn(
+                "The scheduler was stepped outside of Trainer.step, which steps it once per step: the learning rate "
+                "changes faster than it says. Leave scheduler.step() out of the loop; or, for one that counts epochs, "
+                "leave scheduler= out of the trainer. (LS517)",
+                stacklevel=stacklevel_of_user(),
+            )
+
+
+def _read_settings() -> dict[str, object]:
+    """Return the settings of the process that change the last bits, and that a loop may change."""
+    return {
+        "threads": torch.get_num_threads(),
+        "deterministic operators": torch.are_deterministic_algorithms_enabled(),
+    }
 
 
 @final

@@ -48,10 +48,10 @@ from lockstep.engine.step_checks import (
     ShardBalance,
     StepProgress,
     StepRequests,
-    WrittenParameters,
 )
 from lockstep.engine.step_table import CurrentStep, Failure, StepOutcome, StepPart, StepResult, StepTable, merge_updates
 from lockstep.engine.update import Update
+from lockstep.engine.written_parameters import WrittenParameters
 from lockstep.errors import GroupError, LossError, ReductionError, UnusableStateError
 from lockstep.recording import EventKind, own_recorder
 from lockstep.reduce import TrainedModel, check_same_model

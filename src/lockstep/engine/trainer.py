@@ -285,7 +285,8 @@ class Trainer:
                 or samples are others when they are loaded again; names what differs.
         """
         self._state.check_last_step()
-        verify(self._state, self.engine, loader, steps, self.engine.step)
+        engine = self.engine
+        verify(self._state, engine.world, loader, steps, engine.number_shards, engine.step)
 
     # -- Reading, saving and loading the state of the run --------------------------------------------------------------
 

@@ -11,6 +11,7 @@ of the parameters is taken too; if all that had a gradient were counted as writt
 
 import copy
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -20,7 +21,7 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.engine.optimizers import StepGuards, separate_optimizers
+from lockstep.engine.optimizers import guard_steps, separate_optimizers, steps_allowed
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import ShardRuns
 from lockstep.engine.step_table import CurrentStep, Decision
@@ -47,7 +48,8 @@ class Update:
         self._state = state = runs.state
         self._random = runs.random
         self._max_grad_norm = runs.arguments.norm_limit
-        self._guards = StepGuards(separate_optimizers(state.optimizer), owner)
+        self._owner = weakref.ref(owner)  # which holds this: a cycle would keep its group open for long
+        self._guards = [guard_steps(each, owner) for each in separate_optimizers(state.optimizer)]
         self._parameters = list(state.model.parameters())
         self._counts_are_enough: dict[tuple[str, ...], bool] = {}
         self._has_updated_scaler = False
@@ -67,7 +69,8 @@ class Update:
 
     def close(self) -> None:
         """Let others step the optimizers (local)."""
-        self._guards.remove()
+        for guard in self._guards:
+            guard.trainers.discard(self._owner())
 
     def apply(self, step: CurrentStep, decision: Decision) -> None:
         """Clip, update and step the scheduler (local). An error has changed nothing, or marks the state as unusable.
@@ -144,7 +147,7 @@ class Update:
             given.copy_(norm)
         if self._max_grad_norm is not None and norm is not None and not math.isinf(self._max_grad_norm):
             nn.utils.clip_grads_with_norm_(trained, self._max_grad_norm, norm)
-        with self._guards.allowed():
+        with steps_allowed(self._guards):
             if is_bad is not None:
                 step_unless(optimizer, is_bad)
             elif scaler is None:

@@ -24,7 +24,8 @@ from lockstep.torch_private.compiler_import import set_inductor_deterministic
 
 REPRODUCIBLE_WORKSPACES = frozenset({CUBLAS_WORKSPACE, ":16:8"})
 """The values of CUBLAS_WORKSPACE_CONFIG under which cuBLAS is reproducible."""
-_DEVICES_WITH_GENERATORS: tuple[Any, ...] = (torch.cuda, torch.xpu, torch.mtia)
+_ACCELERATORS: Final[tuple[Any, ...]] = (torch.cuda, torch.xpu)
+"""Those whose modules have a generator for each device."""
 _TwisterWords: Final = ctypes.c_uint32 * 625
 
 
@@ -37,36 +38,51 @@ def seed_generators(seed: int) -> None:
     Args:
         seed: In [0, 2**63); NumPy gets it modulo 2**32.
     """
-    seed_python_and_numpy(seed)
+    seed_host_generators(seed)
     torch.manual_seed(seed)
 
 
-def seed_python_and_numpy(seed: int) -> None:
-    """Seed their global generators; NumPy's where somebody has imported it (local)."""
-    random.seed(seed)
+def read_generator_states() -> dict[str, Any]:
+    """Return the states of the global generators: of accelerators that of the present device, if it is initialized.
+
+    NumPy's is None where it is not imported.
+    """
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    return {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "numpy": None if numpy is None else numpy.random.get_state(),
+        "devices": [kind.get_rng_state() for kind in _ACCELERATORS if kind.is_initialized()],
+    }
 
 
-def read_host_states() -> dict[str, Any]:
-    """Return the states of the global generators of Python, torch's CPU and NumPy (None where it is not imported)."""
-    numpy = sys.modules.get("numpy")
-    state = None if numpy is None else numpy.random.get_state()
-    return {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": state}
-
-
-def set_host_states(states: Mapping[str, Any]) -> None:
-    """Give these generators what `read_host_states` has returned, here or on another worker (local)."""
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Give the global generators what `read_generator_states` has returned on another worker (local)."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and states["numpy"] is not None:
         numpy.random.set_state(states["numpy"])
+    initialized = (kind for kind in _ACCELERATORS if kind.is_initialized())
+    for kind, state in zip(initialized, states["devices"], strict=True):
+        kind.set_rng_state(state)
+
+
+def keep_generator_states() -> list[Callable[[], object]]:
+    """Return functions that put back the states of the global generators, those of all devices included."""
+    calls = keep_host_states()
+    for kind in _ACCELERATORS:
+        if kind.is_initialized():
+            calls += [partial(each.set_state, each.get_state()) for each in kind.default_generators]
+    if torch.mtia.is_initialized():
+        calls.append(partial(torch.mtia.set_rng_state, torch.mtia.get_rng_state()))
+    if torch.backends.mps.is_available():
+        calls.append(partial(torch.mps.set_rng_state, torch.mps.get_rng_state()))
+    return calls
 
 
 def keep_host_states() -> list[Callable[[], object]]:
-    """Return functions that put back what `read_host_states` would return now. [Note: states where they lie]."""
+    """Return functions that put back the states of Python, torch's CPU and NumPy. [Note: states where they lie]."""
     cpu = torch.default_generator
     numpy = sys.modules.get("numpy")
     of_numpy = [] if numpy is None else [_numpy_twister(numpy.random.get_bit_generator()).keep()]
@@ -74,7 +90,7 @@ def keep_host_states() -> list[Callable[[], object]]:
 
 
 def seed_host_generators(seed: int) -> None:
-    """Seed the global generators of Python, torch's CPU and NumPy (local)."""
+    """Seed the global generators of Python, torch's CPU and NumPy, where somebody has imported it (local)."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     numpy = sys.modules.get("numpy")
@@ -159,9 +175,8 @@ def reseed_generators(seed: int) -> None:
     For each device that is not initialized, `torch.manual_seed` records a traceback and a call to seed it later. That
     takes half a millisecond, for every shard of every step.
     """
-    seed_python_and_numpy(seed)
-    torch.default_generator.manual_seed(seed)
-    for device in _DEVICES_WITH_GENERATORS:
+    seed_host_generators(seed)
+    for device in (*_ACCELERATORS, torch.mtia):
         if device.is_initialized():
             device.manual_seed_all(seed)
     if torch.backends.mps.is_available():

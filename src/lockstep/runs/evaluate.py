@@ -17,8 +17,7 @@ from torch import nn
 from lockstep.checkpoint import load_checkpoint
 from lockstep.data import ShardedLoader
 from lockstep.engine.averaging import SWA, AveragedWeights, put_weights
-from lockstep.engine.evaluation import Mean, has_batchnorm
-from lockstep.engine.present import read_values
+from lockstep.engine.evaluation import Mean, has_batchnorm, read_values
 from lockstep.engine.saving import unpack_state
 from lockstep.engine.schedules import ReduceLROnPlateau
 from lockstep.errors import CheckpointError, ConfigError

@@ -121,7 +121,7 @@ def test_with_an_optimizer_that_cannot_be_left_out_a_steady_step_waits_once(work
     for waits in run_ranks(workers, program):
         for of_step in waits:
             assert len(of_step) == 1
-            assert "device_row" in of_step[0]
+            assert "losses.py" in of_step[0]
 
 
 # -- A step that is not finite -----------------------------------------------------------------------------------------

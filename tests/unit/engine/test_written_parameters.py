@@ -1,33 +1,34 @@
 """Parameters that a forward writes."""
 
+from typing import Any
+
+import pytest
 import torch
-from torch import nn
+from tests.unit.engine.test_trainer import loader, mean_loss, model, trainer
+from torch import Tensor, nn
 
-from lockstep.engine.written_parameters import WrittenParameterCheck
-
-
-def test_a_write_of_an_even_number_of_equal_values_through_data_is_found() -> None:
-    # An exclusive or of all elements is 0 before and after: a bias that went from zeros to ones was not found.
-    model = nn.Linear(2, 6)
-    nn.init.zeros_(model.bias)
-    check = WrittenParameterCheck(model)
-    check.begin()
-    assert check.find_written() == 0
-    check.begin()
-    model.bias.data.fill_(1.0)
-    assert check.find_written() == check.names.index("bias") + 1
+from lockstep.errors import LossError
 
 
-def test_parameters_without_elements_and_of_several_dtypes_are_compared() -> None:
-    model = nn.ParameterList(
-        [
-            torch.zeros(0),
-            torch.zeros(3, dtype=torch.complex64),
-            torch.zeros(2, dtype=torch.bfloat16),
-            torch.zeros(2, 2).t(),
-        ]
-    )
-    check = WrittenParameterCheck(model)
-    check.begin()
-    model[1].data[0] = 1j
-    assert check.find_written() == 2
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        # An exclusive or of all elements is 0 before and after: a bias that went from zeros to ones was not found.
+        (torch.zeros(6), torch.ones(6)),
+        (torch.zeros(3, dtype=torch.complex64), torch.tensor([1j, 0, 0])),
+        (torch.zeros(2, 2).t(), torch.eye(2)),
+    ],
+)
+def test_a_write_through_data_is_found(before: Tensor, after: Tensor) -> None:
+    net = model()
+    net.extend([nn.ParameterList([torch.zeros(0), torch.zeros(2, dtype=torch.bfloat16), before]).requires_grad_(False)])
+    written = net[4][2]
+
+    def loss(net: Any, batch: Any) -> Tensor:
+        written.data.copy_(after)
+        return mean_loss(net[:4], batch)
+
+    training = trainer(net, loss=loss)
+    batch = next(iter(loader().epoch(0)))
+    with pytest.raises(LossError, match=r"Parameter 4\.2 was written on rank 0"):
+        training.step(batch)
