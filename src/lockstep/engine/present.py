@@ -325,7 +325,7 @@ class Moments:
         self._evaluations: dict[str, float] | None = None
         self._under_way: set[str] = set()
         if self.callbacks.of("on_step"):
-            present.on_step = self._look_at_step
+            present.on_step = lambda result: self.callbacks.call("on_step", self._trainer(), result)
 
     def start(self, *, is_new_worker: bool = False) -> None:
         """Call `on_start`, once (collective, but for a new worker, of which the others have no call)."""
@@ -342,12 +342,18 @@ class Moments:
         """Let `on_start` be called again: a checkpoint was loaded (local)."""
         self._has_started = self._has_ended = not self.callbacks
 
-    def end_epoch(self, result: StepResult) -> None:
-        """Call `on_epoch` if a step was the last one of its epoch (collective)."""
+    def end_step(self, result: StepResult) -> None:
+        """Call `on_epoch` if a step was the last one of its epoch, and let a callback's end come before a stop.
+
+        (Collective.) No checkpoint holds that a callback has asked for the end in this step: a run that stops here
+        would go on when it is resumed. So the request to stop waits for the next step, with which the training ends.
+        """
         if self.callbacks and self._state.cursor.step == 0:
             self._state.check_last_step()  # a step that is undone ends no epoch
             self.callbacks.call("on_epoch", self._trainer(), result.cursor.epoch)
             self._agree()
+        if result.should_stop and not self._state.is_ending and self.will_end():
+            result.should_stop = False
 
     def look_at_evaluation(self, found: Any, name: str = "") -> None:
         """Call `on_evaluate` (collective)."""
@@ -426,9 +432,6 @@ class Moments:
         finally:
             self._under_way.discard(moment)
         self._agree()
-
-    def _look_at_step(self, result: StepResult) -> None:
-        self.callbacks.call("on_step", self._trainer(), result)
 
     def _agree(self) -> None:
         """Let all workers end, or train other parameters, if the callbacks of one have decided so (collective)."""

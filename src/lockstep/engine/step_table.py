@@ -59,7 +59,8 @@ class StepResult:
 
     `cursor` is the step that was taken. `should_stop`: some worker was asked to stop (`Trainer.request_stop`), or a
     callback has ended the training; the same on all workers after the same step. Not after the last step of an epoch,
-    unless it is the only one: what a loop does between two epochs (step a scheduler, evaluate) belongs to it.
+    unless it is the only one: what a loop does between two epochs (step a scheduler, evaluate) belongs to it. Nor where
+    a callback lets the next step be the last one: that is taken first.
     """
 
     __slots__ = ("_read", "cursor", "should_stop")

@@ -213,7 +213,7 @@ class Trainer:
         """
         self.moments.start()
         result = self._present.step(batch)
-        self.moments.end_epoch(result)
+        self.moments.end_step(result)
         return result
 
     def evaluate(

@@ -226,7 +226,8 @@ def _train_epochs(training: TrainingContext) -> dict[str, Any] | None:
         training.save(values)
         if is_last or trainer.is_ending:
             continue
-        if trainer.repeatable(lambda world: any(world.gather_objects(training.stop.is_made))):
+        is_stopped = trainer.repeatable(lambda world: any(world.gather_objects(training.stop.is_made)))
+        if is_stopped and not trainer.moments.will_end():
             return None
     return test
 
@@ -256,11 +257,10 @@ def _train_epoch(
             break
         if trainer.cursor.epoch == epoch:  # after the last step the epoch is evaluated first
             is_due = config.save_every is not None and trainer.global_step % config.save_every == 0
-            stops = result.should_stop and not trainer.moments.will_end()
-            if is_due or stops:
+            if is_due or result.should_stop:
                 losses.record_last()  # a run that is resumed here needs the losses of all steps before
                 training.save({})
-            if stops:
+            if result.should_stop:
                 return None
     losses.record_last()
     is_whole = trainer.cursor.epoch != epoch  # else a callback has ended the run

@@ -1,5 +1,6 @@
 """Callbacks: named moments, state that is saved and resumed, decisions that hold on all workers."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,26 @@ def test_all_workers_end_after_the_step_in_which_the_clock_of_one_is_over() -> N
     assert others == [first] * 2
     assert first[1:] == (True, "max_time, 3.5 s, is over")
     assert first[0] < STEPS
+
+
+@pytest.mark.parametrize("after_next_step", [False, True])
+def test_a_request_to_stop_waits_for_the_step_with_which_a_callback_ends_the_training(after_next_step: bool) -> None:
+    # A loop that stopped where the callback had asked for the end saved nothing of that, and its next run went on.
+    class Once(ls.Callback):
+        def on_step(self, trainer: Any, result: Any) -> None:
+            if trainer.world.rank == 1 and trainer.global_step == 1:
+                trainer.request_stop()
+            if trainer.world.rank == 1 and trainer.global_step == 2:
+                trainer.request_end("enough", after_next_step=after_next_step)
+
+    def train(world: World) -> list[tuple[bool, bool]]:
+        loop = Loop(world, callbacks=[Once()])
+        return [
+            (loop.trainer.step(batch).should_stop, loop.trainer.is_ending)
+            for batch in itertools.islice(loop.loader.epoch(0), 3)
+        ]
+
+    assert run_ranks(2, train) == [[(False, False), (False, False), (True, True)]] * 2
 
 
 def test_time_goes_on_counting_when_a_run_is_resumed() -> None:
