@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 # Otherwise every process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test suite check lint style types unit bench-ddp bench-comm bench-bits bench-checkpoints bench-elastic torture bench-recorder bench-streams bench-trainer docs browser matrix clean
+.PHONY: train test suite check lint style types unit bench-ddp bench-comm bench-bits bench-checkpoints bench-elastic torture bench-recorder bench-streams bench-trainer pages docs browser matrix clean
 
 train: $(STAMP)
 	$(VENV)/bin/lockstep train $(CONFIG)
@@ -20,7 +20,8 @@ test: style
 # One process more than the two cores that we count on, because many tests wait. Files start in the order of their names,
 # so the slow ones do not come last.
 suite: $(STAMP)
-	@env -u MAKEFLAGS -u MFLAGS $(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	@env -u MAKEFLAGS -u MFLAGS $(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \
+	    --ignore tests/pages
 
 # What to run before a commit: everything but the tests that start processes. The two slow parts run side by side, and
 # each shows its output when it is done.
@@ -67,8 +68,12 @@ torture: $(STAMP)
 bench-comm: $(STAMP)-bench
 	$(VENV)/bin/python benchmarks/comm.py
 
+# Run what the pages show, commands, lines and loops, and compare the languages: about 1,000 short tests.
+pages: $(STAMP)
+	$(VENV)/bin/python -m pytest --quiet --numprocesses 3 --dist loadfile tests/pages
+
 # The site, in English and Chinese, in build/site; open build/site/index.html.
-docs: $(STAMP)-docs
+docs: $(STAMP)-docs pages
 	$(VENV)/bin/python docs/site_pages.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --config-file mkdocs.zh.yml

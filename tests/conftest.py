@@ -16,7 +16,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 _FOLDERS = Path(__file__).parent
-_MARKS = {"unit": "unit", "process": "process", "conformance": "process", "mistakes": "process", "gpu": "gpu"}
+_OF_PROCESSES = ("process", "conformance", "mistakes", "pages")
+_MARKS = {"unit": "unit", "gpu": "gpu", **dict.fromkeys(_OF_PROCESSES, "process")}
 """The mark of all tests of a folder; those beside the folders are unit tests."""
 _PROCESS_SECONDS = 180
 """When a test of processes has hung, also on a slow and busy machine. What waits within one gives up before, and says

@@ -14,11 +14,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tests.pages.page_names import make_names
+from tests.pages.test_commands import PAGES, without_an_import
+from tests.pages.test_snippets import blocks
 from tests.process import warm
 from tests.process.ranks import RankPool, join_default_group
-from tests.process.test_pages import PAGES, without_an_import
-from tests.unit.page_names import make_names
-from tests.unit.test_snippets import blocks
 
 import lockstep as ls
 from lockstep.recipes.digits import Net
@@ -50,11 +50,11 @@ BEFORE = {
     ("trackers.md", 3): "",
     ("wrapper.md", 0): LAUNCHED,
 }
-"""What stands before a snippet, by page and number of its block. Names come from tests/unit/page_names.py too."""
+"""What stands before a snippet, by page and number of its block. Names come from tests/pages/page_names.py too."""
 ELSEWHERE = {
     "drop-in.md": "tests/process/test_drop_in_libraries.py",
     "lost-workers.md": "below",
-    "own-loop.md": "tests/process/test_pages.py",
+    "own-loop.md": "tests/pages/test_commands.py",
     "streams.md": "tests/unit/test_streams_page.py",
     "training.md": "tests/unit/runs/test_training_docs.py",
 }

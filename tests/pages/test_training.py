@@ -11,7 +11,7 @@ from tests.support.threaded_ranks import run_ranks
 
 from lockstep.runs.config import Config, parse_config
 
-PAGES = [Path(__file__).parents[3] / "docs" / name for name in ("training.md", "training.zh-CN.md")]
+PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("training.md", "training.zh-CN.md")]
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -5,6 +5,7 @@ Its functions for other libraries are called where these are installed, in test_
 
 import json
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ import torch
 from torch import nn
 
 import lockstep as ls
+from lockstep.events import NULL_RECORDER
+from lockstep.runs.config import read_config
+from lockstep.runs.fit import FitResult, fit
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 NUM_RECORDS = 600
 
 
@@ -65,3 +69,28 @@ def test_the_blocks_of_the_page_run_one_after_the_other(
     assert {name: sum(1 for _ in part) for name, part in found.items()} == {"train": NUM_RECORDS, "test": 8}
     if find_spec("datasets") is not None:
         assert next(iter(names["from_hub"]()))["label"] in {0, 1}
+
+
+def test_the_config_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_lines(Path("data"), NUM_RECORDS)
+    write_lines(Path("data/test"), 8)
+    text = (DOCS / "streams.md").read_text("utf-8")
+    examples = re.findall(r"^```(python|yaml)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    functions = [
+        code for kind, code in examples if kind == "python" and (code == examples[0][1] or "def data(" in code)
+    ]
+    Path("mine.py").write_text("".join([*functions, "import torch\nmodel = lambda: torch.nn.Linear(2, 2)\n"]), "utf-8")
+    config = "model: mine:model\nepochs: 1\ndevice_ids: cpu\nreport: false\n"
+    Path("mine.yaml").write_text(config + next(code for kind, code in examples if kind == "yaml"))
+    (tmp_path / "run").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    result = fit(
+        read_config(tmp_path / "mine.yaml"),
+        device=torch.device("cpu"),
+        run_dir=tmp_path / "run",
+        recorder=NULL_RECORDER,
+    )
+    sys.modules.pop("mine")
+    assert isinstance(result, FitResult)
+    assert result.num_test_samples == 8

@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from tests.pages.page_names import make_names
 from tests.process.ranks import RankPool, join_default_group
-from tests.unit.page_names import make_names
 
 import lockstep as ls
 from lockstep.explanations import codes_in, page_of
@@ -136,7 +136,7 @@ AROUND: dict[str, tuple[str, str]] = {
         "trainer.step(second)\n",
     ),
 }
-"""What stands before and after the lines of a page, by code. Names come from tests/unit/page_names.py too."""
+"""What stands before and after the lines of a page, by code. Names come from tests/pages/page_names.py too."""
 
 
 def arranged(before: str, lines: str, after: str) -> str:

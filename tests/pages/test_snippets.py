@@ -1,6 +1,6 @@
 """What all pages show: Python that compiles and names what exists, options that exist, configs with known keys.
 
-Scripts and commands that a page shows with their output are run by tests/process/test_pages.py.
+Scripts and commands that a page shows with their output are run by tests/pages/test_commands.py.
 """
 
 import ast
@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 import typer
 from ruamel.yaml import YAML
-from tests.unit.page_names import make_names
+from tests.pages.page_names import make_names
 from torch import Tensor
 
 import lockstep as ls
