@@ -2,10 +2,16 @@
 
 The README becomes the first page, and each code of a message has one. Links that work in the files of the repository
 are changed to work on the site.
+
+    python docs/site_pages.py --translations
+
+lists the Chinese pages that are missing, and those whose English page was changed since, by the dates of git.
 """
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +54,8 @@ def pages_of_messages() -> dict[str, str]:
     """Return the page of each code of a message, and a table of them in each language."""
     pages = {}
     for suffix, title in TITLES.items():
-        texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(MESSAGES.glob(f"LS???{suffix}"))}
+        files = sorted((MESSAGES / "zh" if suffix == CHINESE else MESSAGES).glob("LS???.md"))
+        texts = {f"{path.stem}{suffix}": path.read_text(encoding="utf-8") for path in files}
         rows = [text.partition("\n")[0].removeprefix("# ").split(": ", 1) for text in texts.values()]
         table = "\n".join(f"| [{code}](messages/{code}{suffix}) | {mistake} |" for code, mistake in rows)
         heading = title.partition("\n")[0].removeprefix("# ")
@@ -57,6 +64,34 @@ def pages_of_messages() -> dict[str, str]:
             linked = re.sub(r"docs/([\w/-]+)((?:\.zh-CN)?\.md)", r"[\1](../\1\2)", text)
             pages[f"messages/{name}"] = f"{LONG_LINE.sub(' ', linked)}\n[{heading}](../messages{suffix})\n"
     return pages
+
+
+def translations() -> dict[Path, Path]:
+    """Return the Chinese page, or where it would be, of each English page."""
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    of_docs = {page: page.with_name(page.name.replace(".md", CHINESE)) for page in pages if CHINESE not in page.name}
+    return of_docs | {page: MESSAGES / "zh" / page.name for page in MESSAGES.glob("LS???.md")}
+
+
+def list_translations() -> list[str]:
+    """Return a line for each Chinese page that is missing, or older than the English one."""
+    log = ["git", "log", "--format=format:@%ct", "--name-only", "--no-renames"]
+    changed: dict[str, int] = {}
+    seconds = 0
+    shown = subprocess.run(log, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603 - a fixed command
+    for line in shown.stdout.splitlines():
+        if line.startswith("@"):
+            seconds = int(line[1:])
+        elif line:
+            changed.setdefault(line, seconds)  # the newest comes first
+    found = []
+    for english, chinese in sorted(translations().items()):
+        name, other = str(english.relative_to(ROOT)), str(chinese.relative_to(ROOT))
+        if not chinese.exists():
+            found.append(f"{name} is not translated")
+        elif changed.get(name, 0) > changed.get(other, 0):
+            found.append(f"{name} was changed after {other}")
+    return found
 
 
 def as_on_the_site(text: str) -> str:
@@ -95,10 +130,15 @@ def on_page_context(context: dict[str, Any], page: Any, config: Any, **_: Any) -
 def main() -> None:
     """Write all pages anew."""
     pages = {name: as_on_the_site(text) for name, text in sources().items()}
+    listed = "\n".join(f"- {line}" for line in list_translations())
+    pages["translations.md"] = f"# Translations to do\n\n{listed or 'None: every page is there in Chinese.'}\n"
     write(PAGES / "en", {name: text for name, text in pages.items() if not name.endswith(CHINESE)})
     chinese = {name: in_chinese(text) for name, text in pages.items() if name.endswith(CHINESE)}
     write(PAGES / "zh", {name.replace(CHINESE, ".md"): text for name, text in chinese.items()})
 
 
 if __name__ == "__main__":
-    main()
+    if "--translations" in sys.argv[1:]:
+        sys.stdout.writelines(f"{line}\n" for line in list_translations())
+    else:
+        main()

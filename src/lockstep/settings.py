@@ -293,6 +293,11 @@ class Settings:
         """Return the variables from which a device's libraries choose their kernels; empty for those not set."""
         return {name: self.variables.get(name, "") for name in KERNEL_VARIABLES.get(device_type, ())}
 
+    def is_chinese(self) -> bool:
+        """Return whether the locale asks for messages in Chinese."""
+        names = ("LC_ALL", "LC_MESSAGES", "LANG")
+        return next((self.variables[name] for name in names if self.variables.get(name)), "").startswith("zh")
+
     def python_path(self) -> str | None:
         return self.variables.get("PYTHONPATH")
 

@@ -22,11 +22,15 @@ from lockstep.runs.config import parse_config, parse_yaml
 ROOT = Path(__file__).parents[2]
 
 
+def is_translated(code: str) -> bool:
+    return page_of(code, CHINESE) != page_of(code, ENGLISH)
+
+
 def blocks(page: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("code", all_codes())
+@pytest.mark.parametrize("code", [code for code in all_codes() if is_translated(code)])
 def test_both_pages_have_the_same_parts(code: str) -> None:
     english, chinese = page_of(code), page_of(code, CHINESE)
     parts = {"Wrong": "错误写法", "Right": "正确写法", "Other causes": "其他原因"}

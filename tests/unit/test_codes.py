@@ -249,6 +249,12 @@ def test_explain_shows_several_pages_in_chinese() -> None:
     assert explained("LS201", "LS202", "--zh").output == f"{page_of('LS201', CHINESE)}\n{page_of('LS202', CHINESE)}"
 
 
+def test_explain_speaks_the_language_of_the_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", "zh_CN.UTF-8")
+    assert explained("LS201").output == page_of("LS201", CHINESE)
+    assert explained("LS201", "--en").output == page_of("LS201")
+
+
 def test_explain_lists_all_codes() -> None:
     lines = explained().output.splitlines()
     assert [line.partition("  ")[0] for line in lines] == all_codes()

@@ -10,6 +10,7 @@ from lockstep.cli.failures import failures_shown
 from lockstep.cli.main import command
 from lockstep.errors import UsageError
 from lockstep.explanations import CHINESE, ENGLISH, all_codes, page_of, title_of
+from lockstep.settings import read_settings
 
 _NUM_NEAR = 4
 
@@ -18,10 +19,13 @@ def explain(
     codes: Annotated[
         list[str] | None, typer.Argument(metavar="[CODE]...", help="Such as LS201; without one, all are listed.")
     ] = None,
-    chinese: Annotated[bool, typer.Option("--zh", help="In Chinese.")] = False,
+    chinese: Annotated[
+        bool | None, typer.Option("--zh/--en", help="In Chinese or in English; if not said, as the locale asks.")
+    ] = None,
 ) -> None:
     """Show the page of a code that stands at the end of a message: what it means, the wrong and the mended lines."""
-    language = CHINESE if chinese else ENGLISH
+    is_chinese = read_settings().is_chinese() if chinese is None else chinese
+    language = CHINESE if is_chinese else ENGLISH
     with failures_shown(debug=False):
         if not codes:
             typer.echo("\n".join(f"{code}  {title_of(code, language)}" for code in all_codes()))

@@ -9,15 +9,16 @@ written out in the message, so that a search for it finds both. The first digit 
     4  samplers, loaders, data                     9  devices
     5  the trainer and its parts
 
-The pages are `LS201.md` and `LS201.zh-CN.md`, beside this file. A code is never given to another mistake.
+The pages are `LS201.md` beside this file and, where it is translated, `zh/LS201.md`. A code is never given to another
+mistake.
 """
 
 import re
 from pathlib import Path
 from typing import Final
 
-ENGLISH: Final = ".md"
-CHINESE: Final = ".zh-CN.md"
+ENGLISH: Final = ""
+CHINESE: Final = "zh"
 _FOLDER: Final = Path(__file__).parent
 _CODE: Final = re.compile(r"\((LS\d{3})\)")
 
@@ -29,11 +30,13 @@ def codes_in(message: str) -> list[str]:
 
 def all_codes() -> list[str]:
     """Return every code that has a page, in order."""
-    return sorted(path.name.removesuffix(CHINESE) for path in _FOLDER.glob(f"LS*{CHINESE}"))
+    return sorted(path.stem for path in _FOLDER.glob("LS*.md"))
 
 
 def page_of(code: str, language: str = ENGLISH) -> str:
-    return (_FOLDER / f"{code}{language}").read_text(encoding="utf-8")
+    """Return the page of a code in a language, or in English where it is not translated."""
+    translated = _FOLDER / language / f"{code}.md"
+    return (translated if translated.exists() else _FOLDER / f"{code}.md").read_text(encoding="utf-8")
 
 
 def title_of(code: str, language: str = ENGLISH) -> str:
