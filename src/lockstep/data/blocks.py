@@ -17,17 +17,19 @@ before it: each of its blocks is read in a state of its own.
 import copy
 import threading
 import warnings
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
+from operator import attrgetter
 from typing import Any, final
 
 import torch
 
 from lockstep.data.contents import records_number
-from lockstep.data.keyed import RandomState
+from lockstep.data.generators import OwnGenerators
+from lockstep.data.keyed import RandomState, SliceKeys
 from lockstep.data.stream import OpenPart, Stream
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.shards import derive_seed
@@ -149,18 +151,19 @@ class RecordBlock:
 
 Pieces = list[tuple[RecordBlock, int, int]]
 """Which records of the shuffled order of blocks: from a first one up to another."""
+_stop_of = attrgetter("stop")
 
 
 @final
 class RecordLine:
-    """Records in the order of the training: read in blocks when they are needed, and kept until they are forgotten.
+    """Records in the order of the training: read in blocks when they are needed, and kept until they are dropped.
 
     `open_at` yields the blocks from that one on in which a record is.
     """
 
     def __init__(self, open_at: Callable[[int], Iterator[RecordBlock]]) -> None:
         self._open_at = open_at
-        self._blocks: deque[RecordBlock] = deque()
+        self._blocks: list[RecordBlock] = []
         self._end = 0
         self._reader: Iterator[RecordBlock] | None = None
         self._reading = threading.RLock()  # a thread of the user's may fetch batches that another one cuts anew
@@ -173,90 +176,101 @@ class RecordLine:
     def read(self, start: int, stop: int) -> int:
         """Read the records from `start` to `stop`; return where what was read ends: sooner if the stream does."""
         with self._reading:
-            if stop > self._end or not self.goes_on_at(start):
-                self._read_on(start, stop)
+            if not self.goes_on_at(start):
+                self._blocks = []
+                self._reader, self._end = self._open_at(start), start
+            while self._end < stop:
+                assert self._reader is not None
+                reader, self._reader = self._reader, None  # opened anew after an error
+                found = next(reader, None)
+                self._reader = reader
+                if found is None:
+                    break
+                self._blocks.append(found)
+                self._end = found.stop
             return self._end
 
-    def pieces(self, bounds: Sequence[int]) -> list[Pieces]:
-        """Return the records between each two neighbouring bounds as pieces of blocks."""
+    def pieces(self, start: int, stop: int) -> Pieces:
+        found: Pieces = []
         with self._reading:
-            self.read(bounds[0], bounds[-1])
-            blocks = iter(self._blocks)
-            block = next(blocks)
-            found = []
-            for start, stop in pairwise(bounds):
-                while block.stop <= start < stop:
-                    block = next(blocks)
-                pieces = [(block, start - block.total, min(stop, block.stop) - block.total)]
-                while block.stop < stop:
-                    block = next(blocks)
-                    pieces.append((block, 0, min(stop, block.stop) - block.total))
-                found.append(pieces)
-            return found
+            self.read(start, stop)
+            for index in range(bisect_right(self._blocks, start, key=_stop_of), len(self._blocks)):
+                block = self._blocks[index]
+                if block.total >= stop:
+                    break
+                found.append((block, max(start - block.total, 0), min(stop, block.stop) - block.total))
+        return found
 
-    def forget(self, start: int) -> None:
+    def drop(self, start: int) -> None:
         """Keep no block that is over before the record after `start` others."""
         with self._reading:
-            while self._blocks and self._blocks[0].stop <= start:
-                self._blocks.popleft()
-
-    def _read_on(self, start: int, stop: int) -> None:
-        if not self.goes_on_at(start):
-            self._blocks.clear()
-            self._reader, self._end = self._open_at(start), start
-        while self._end < stop:
-            assert self._reader is not None
-            reader, self._reader = self._reader, None  # opened anew after an error
-            found = next(reader, None)
-            self._reader = reader
-            if found is None:
-                return
-            self._blocks.append(found)
-            self._end = found.stop
+            if self._blocks and self._blocks[0].stop <= start:
+                del self._blocks[: bisect_right(self._blocks, start, key=_stop_of)]
 
 
 @final
-class Records(Sequence[int]):
+class Records(SliceKeys, Sequence[int]):
     """The records of a slice, which are read when they are needed; as a sequence, their places in the stream.
 
-    It keeps what it has read, so a batch that was fetched ahead can be cut anew, whatever the line has forgotten.
+    It keeps what it has read, so a batch that was fetched ahead can be cut anew, whatever the line has dropped.
     """
 
-    def __init__(self, line: RecordLine, start: int, stop: int, pieces: Pieces | None = None) -> None:
+    def __init__(self, line: RecordLine, start: int, stop: int, seed: int) -> None:
         self._line = line
         self._start = start
         self._stop = stop
-        self._pieces = pieces
+        self._seed = seed
+        self._pieces: Pieces | None = None
+        self._sent: list[Any] | None = None
+        """In a loading process, the records."""
+        self._sources: list[tuple[int, int]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return it without the blocks, which hold records of other slices too."""
+        sent = {"_sent": self.items(), "_sources": self._find_sources()}
+        return vars(self) | sent | {"_line": None, "_pieces": []}
 
     def read(self) -> Pieces:
         """Read them if that was not done before; return pieces of blocks."""
         if self._pieces is None:
-            (self._pieces,) = self._line.pieces((self._start, self._stop))
+            self._pieces = self._line.pieces(self._start, self._stop)
         return self._pieces
 
     def __len__(self) -> int:
         return self._stop - self._start
 
-    def __iter__(self) -> Iterator[int]:
-        return (block.place(number) for block, first, last in self.read() for number in range(first, last))
-
     def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
+        return [place for _, place in self._find_sources()][index]
 
-    def values(self) -> list[Any]:
+    def items(self) -> list[Any]:
+        if self._sent is not None:
+            return self._sent
         pieces = self.read()
         if len(pieces) == 1:
             block, first, last = pieces[0]
             return block.values(first, last)
-        return [value for block, first, last in pieces for value in block.values(first, last)]
+        return list(chain.from_iterable(block.values(first, last) for block, first, last in pieces))
 
-    def sources(self) -> list[tuple[int, int]]:
-        """Return the pass and the place of each record."""
-        return [
-            (block.pass_number, block.place(number))
-            for block, first, last in self.read()
-            for number in range(first, last)
-        ]
+    def indices(self) -> Sequence[int]:
+        """Return their places in the order of the parts as they were given."""
+        self.read()
+        return self
+
+    def seeds(self, number: int) -> list[int]:
+        return [derive_seed("sample", self._seed, *source) for source in self._find_sources()[:number]]
+
+    def first(self, number: int) -> "Records":
+        return Records(self._line, self._start, self._start + number, self._seed)
+
+    def _find_sources(self) -> list[tuple[int, int]]:
+        """Return the pass of each record and its place there: only messages and random states need them."""
+        if not self._sources:
+            self._sources = [
+                (block.pass_number, block.place(number))
+                for block, first, last in self.read()
+                for number in range(first, last)
+            ]
+        return self._sources
 
 
 def _read_pass(stream: Stream, order: BlockOrder, start: BlockStart) -> Iterator[RecordBlock]:
@@ -296,10 +310,10 @@ class PassReader:
         self._seed = seed
         self.position = (start.part, start.offset)
         self._open: OpenPart | None = None
-        self._random = RandomState(0, None)
         # Most parts are names: they hold no generator, and are not searched through for each block.
-        parts = [] if all(isinstance(part, str | int) for part in stream.parts) else stream.parts
-        self._root = parts, stream.read
+        held = [] if all(isinstance(part, str | int) for part in stream.parts) else stream.parts
+        self._own = OwnGenerators([("", (held, stream.read))])
+        self._random = RandomState(0, self._own)
         self._state = start.state
 
     def state(self) -> Any:
@@ -348,7 +362,7 @@ class PassReader:
 
     def _random_state(self, name: str, number: int) -> RandomState:
         seed = derive_seed(name, self._seed, self._pass_number, number)
-        return RandomState(seed, self._root)
+        return RandomState(seed, self._own)
 
     def _begin(self, part: int, offset: int) -> OpenPart:
         opened = self._stream.open(part, self._pass_number)

@@ -12,7 +12,7 @@ records of a stream that are samples already.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -34,7 +34,18 @@ class SliceKeys(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def items(self) -> list[Any]:
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self) -> object:
+        """Read now what can be read in this thread alone: another one sends the keys to a loading process."""
+
+    @abstractmethod
+    def first(self, number: int) -> "SliceKeys":
+        """Return the keys of the first samples, so many."""
+
+    @abstractmethod
+    def items(self) -> Sequence[Any]:
         """Return what the data set is indexed with for each sample: numbers, or the records of a stream."""
 
     @abstractmethod
@@ -57,7 +68,18 @@ class DrawKeys(SliceKeys):
     seed: int
     epoch: int
 
-    def items(self) -> list[int]:
+    def __len__(self) -> int:
+        return len(self.draws)
+
+    def read(self) -> None:
+        """Do nothing: the data set is asked where the slice is loaded."""
+
+    def first(self, number: int) -> "DrawKeys":
+        return replace(self, draws=self.draws[:number])
+
+    def items(self) -> Sequence[int]:
+        if max(self.draws, default=0) < self.num_samples:
+            return self.draws
         return [draw % self.num_samples for draw in self.draws]
 
     def indices(self) -> Sequence[int]:
@@ -102,7 +124,7 @@ class KeyedDataset(Dataset[Any]):
         """Make one collated slice; the name is that of DataLoader's protocol for whole batches."""
         if self._collate is default_collate:
             if self._are_samples:
-                return self._collate_samples(keys.items(), keys)
+                return self._collate_samples(list(keys.items()), keys)
             columns = read_columns(self._dataset, keys.items())
             if columns is not None:
                 return columns
@@ -112,7 +134,7 @@ class KeyedDataset(Dataset[Any]):
         own = self._own.find()
         with _generators_restored(own):
             try:
-                samples = keys.items() if self._are_samples else self._make_all(keys, own)
+                samples = list(keys.items()) if self._are_samples else self._make_all(keys, own)
                 if not self._are_samples and self._own.has_made():  # by the first sample, as a rule
                     own = self._own.find()
                     samples = self._make_all(keys, own)
@@ -171,11 +193,11 @@ def _generators_restored(own: Sequence[OwnGenerator]) -> Iterator[None]:
 
 @final
 class RandomState:
-    """States of the global generators, and of those that an object holds, for one piece of work that is interrupted."""
+    """States of the global generators, and of others, for one piece of work that is interrupted."""
 
-    def __init__(self, seed: int, root: object) -> None:
+    def __init__(self, seed: int, own: OwnGenerators) -> None:
         self._seed = seed
-        self._own = OwnGenerators([("", root)])
+        self._own = own
         self._states: list[Callable[[], object]] | None = None
 
     @contextmanager

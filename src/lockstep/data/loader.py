@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NoReturn, final
 
 from torch import Tensor
@@ -14,21 +15,10 @@ from lockstep.comm import World, current_world, join_world
 from lockstep.data.batch import Cursor, ErrorPlace, ShardAssignment, ShardedBatch, Slice
 from lockstep.data.contents import slice_number
 from lockstep.data.keyed import FailedSlice, KeyedDataset, SliceKeys
-from lockstep.data.order import Sampling, read_lengths, read_weights
-from lockstep.data.samples import (
-    Draws,
-    EpochBegin,
-    EpochSamples,
-    ListedSamples,
-    Samples,
-    check_listed,
-    keys_after,
-    keys_of_slices,
-    own_slices,
-)
+from lockstep.data.samples import Cut, EpochSamples, ListedSamples, Samples, keys_to_load, own_slices
 from lockstep.data.slice_loading import SliceLoading
 from lockstep.data.stream import Stream, as_stream
-from lockstep.data.streamed import Cut, StreamedSamples, Transformed, count_steps
+from lockstep.data.streamed import StreamedSamples, Transformed
 from lockstep.recording import EventKind, own_recorder
 
 _NUM_COMPARED = 12
@@ -108,24 +98,12 @@ class ShardedLoader:
                 f"batch. Use a batch_size of at least {num_shards}, or fewer shards. (LS401)"
             )
         stream = as_stream(dataset)
+        self._cut = Cut(batch_size=batch_size, num_shards=num_shards, drop_last=drop_last, seed=seed, shuffle=shuffle)
         if stream is not None:
-            self._samples: Samples = _stream_samples(
-                stream,
-                Cut(batch_size=batch_size, num_shards=num_shards, drop_last=drop_last, seed=seed, shuffle=shuffle),
-                weights,
-                lengths,
-            )
+            self._samples: Samples = _stream_samples(stream, self._cut, weights, lengths)
             dataset = Transformed(stream.transform)
         else:
-            sampling = Sampling(
-                num_samples=check_listed(dataset),
-                batch_size=batch_size,
-                seed=seed,
-                shuffle=shuffle,
-                weights=None if weights is None else read_weights(weights, dataset, shuffle=shuffle),
-                lengths=None if lengths is None else read_lengths(lengths, dataset, shuffle=shuffle),
-            )
-            self._samples = ListedSamples(dataset, sampling, num_shards, drop_last=drop_last)
+            self._samples = ListedSamples(dataset, self._cut, weights, lengths)
         self.num_samples = self._samples.num_samples
         """How many samples an epoch has; None for a stream whose end is not known."""
         if drop_last and self.num_samples is not None and self.num_samples < batch_size:
@@ -139,8 +117,6 @@ class ShardedLoader:
         self._current_world: Callable[[], World] = partial(_same_world, world) if isinstance(world, World) else world
         self.batch_size = batch_size
         self.num_shards = num_shards
-        self._seed = seed
-        self._drop_last = drop_last
         self._assignment = ShardAssignment(self._current_world(), num_shards)
         self._following = threading.Lock()
         self._content = self._known_content = self._samples.content()
@@ -156,7 +132,7 @@ class ShardedLoader:
             pin_memory=pin_memory,
         )
         self._bookmark: Mapping[str, Any] = {}
-        self._present: tuple[EpochSamples, Sequence[Draws]] | None = None
+        self._present: tuple[EpochSamples, Sequence[SliceKeys]] | None = None
 
     def __iter__(self) -> NoReturn:
         """Refuse to be looped over as a DataLoader is: the order of an epoch follows from its number."""
@@ -182,7 +158,7 @@ class ShardedLoader:
     @property
     def num_steps(self) -> int | None:
         """How many steps an epoch has; None for a stream whose end is not known."""
-        return self._count_steps(drops_last=self._drop_last)
+        return None if self.num_samples is None else self._cut.count_steps(self.num_samples)
 
     @property
     def num_batches(self) -> int | None:
@@ -190,12 +166,7 @@ class ShardedLoader:
 
         None for a stream whose end is not known.
         """
-        return self._count_steps(drops_last=False)
-
-    def _count_steps(self, *, drops_last: bool) -> int | None:
-        if self.num_samples is None:
-            return None
-        return count_steps(self.num_samples, self.batch_size, drops_last=drops_last)
+        return None if self.num_samples is None else self._cut.count_steps(self.num_samples, keeps_last=True)
 
     @property
     def source(self) -> str:
@@ -263,9 +234,7 @@ class ShardedLoader:
         self, epoch: int, step: int, *, is_fixed: bool = False, each_once: bool = False
     ) -> Iterator[ShardedBatch]:
         bookmark = {} if is_fixed else self._bookmark
-        samples = self._samples.epoch(
-            EpochBegin(epoch=epoch, first_step=step, keeps_last=each_once, each_once=each_once, bookmark=bookmark)
-        )
+        samples = self._samples.epoch(epoch, step, each_once=each_once, bookmark=bookmark)
         # A nested epoch prefetches at other times than the outer one: in it no shard moves to another worker.
         moves_shards = not is_fixed and not self._loading.is_under_way
         recorder = own_recorder()
@@ -274,10 +243,10 @@ class ShardedLoader:
         while any(slices := samples.cut(step)):
             world = present.world
             assignment = present if moves_shards else ShardAssignment(world, self.num_shards)
-            keys = partial(keys_of_slices, Cursor(epoch, step), samples, assignment)
             content = self._content
             compared = [] if content else self._keys_to_compare()
-            with self._loading.loaded(partial(keys_after, compared, keys)) as loaded:
+            keys = keys_to_load(Cursor(epoch, step), samples, assignment)
+            with self._loading.loaded(chain(compared, keys)) as loaded:
                 if compared:
                     self._content = content = slice_number([_check_slice(next(loaded)) for _ in compared])
                 while self._assignment is present and any(slices):
@@ -292,8 +261,8 @@ class ShardedLoader:
                         num_samples=sum(map(len, slices)),
                         num_shards=self.num_shards,
                         slices=tuple(
-                            _take_slice(loaded, cursor, shard, samples.indices(draws))
-                            for shard, draws in own_slices(slices, ranges[world.rank])
+                            _next_slice(loaded, cursor, shard, keys)
+                            for shard, keys in own_slices(slices, ranges[world.rank])
                         ),
                         ranges=ranges,
                         source=source,
@@ -302,9 +271,9 @@ class ShardedLoader:
                         assignment=assignment,
                         world=world,
                         # With its draws: a prefetcher of the user's is at a later step when the batch is cut anew.
-                        recut=_last(partial(self._recut, samples, slices), recorder.end, event),
+                        recut=_last(partial(self._recut, slices), recorder.end, event),
                     )
-                    samples.forget(step)
+                    samples.drop(step)
                     step += 1
                     slices = samples.cut(step)
             present = self._assignment
@@ -316,24 +285,22 @@ class ShardedLoader:
         They are the first slices of epoch 0: whatever collates slices can collate these. Of a large one, torch's own
         function gets a part.
         """
-        samples = self._samples.epoch(EpochBegin(epoch=0))
         found: list[SliceKeys] = []
-        num_found = 0
-        for draws in samples.cut(0):
-            missing = _NUM_COMPARED - num_found
-            if missing > 0 and draws:
-                found.append(samples.keys(draws if self._has_own_collate else draws[:missing]))
-                num_found += len(draws)
+        missing = _NUM_COMPARED
+        for keys in filter(None, self._samples.epoch(0, bookmark={}).cut(0)):
+            if missing > 0:
+                found.append(keys if self._has_own_collate else keys.first(missing))
+                missing -= len(keys)
         return found
 
-    def _recut(self, samples: EpochSamples, cut: Sequence[Draws], batch: ShardedBatch) -> ShardedBatch:
+    def _recut(self, cut: Sequence[SliceKeys], batch: ShardedBatch) -> ShardedBatch:
         """Cut a batch for the present workers. An epoch that is under way follows them from its next step on."""
         assignment = self._follow_world()
         ranges = assignment.ranges(batch.cursor)
         held = {part.shard: part for part in batch.slices}
         slices = tuple(
-            held[shard] if shard in held else self._load(samples, shard, draws)
-            for shard, draws in own_slices(cut, ranges[assignment.world.rank])
+            held[shard] if shard in held else _next_slice(map(self._loading.load, [keys]), batch.cursor, shard, keys)
+            for shard, keys in own_slices(cut, ranges[assignment.world.rank])
         )
         return replace(
             batch,
@@ -349,10 +316,6 @@ class ShardedLoader:
         self._content = slice_number([_check_slice(self._loading.load(keys)) for keys in self._keys_to_compare()])
         return self._content
 
-    def _load(self, samples: EpochSamples, shard: int, draws: Draws) -> Slice:
-        data = _check_slice(self._loading.load(samples.keys(draws)))
-        return Slice(shard=shard, num_samples=len(draws), data=data, indices=samples.indices(draws))
-
     def _follow_world(self) -> ShardAssignment:
         """Return the shards of the present workers, assigned anew if they are others than before."""
         with self._following:  # a thread of the user's may fetch batches while the trainer's cuts one anew
@@ -365,8 +328,8 @@ class ShardedLoader:
     def _describe(self) -> str:
         count = "samples" if self.num_samples is None else f"{self.num_samples} samples"
         return (
-            f"{count} in batches of {self.batch_size}, {self.num_shards} shards, seed {self._seed}, "
-            f"{self._samples}{', without the last batch where it is smaller' if self._drop_last else ''}"
+            f"{count} in batches of {self.batch_size}, {self.num_shards} shards, seed {self._cut.seed}, "
+            f"{self._samples}{', without the last batch where it is smaller' if self._cut.drop_last else ''}"
         )
 
 
@@ -380,7 +343,8 @@ def _same_world(world: World) -> World:
     return world
 
 
-def _take_slice(loaded: Iterator[Any], cursor: Cursor, shard: int, indices: Sequence[int]) -> Slice:
+def _next_slice(loaded: Iterator[Any], cursor: Cursor, shard: int, keys: SliceKeys) -> Slice:
+    indices = keys.indices()
     try:
         data = next(loaded)
     except Exception as error:

@@ -4,12 +4,9 @@ There are two kinds: data sets with an index (`ListedSamples`) and streams (`str
 """
 
 import itertools
-import math
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 from torch.utils.data import Dataset
@@ -17,55 +14,46 @@ from torch.utils.data import Dataset
 from lockstep.data.batch import Cursor, ShardAssignment
 from lockstep.data.contents import content_number
 from lockstep.data.keyed import DrawKeys, SliceKeys
-from lockstep.data.order import Sampling, step_slices
-
-Draws = Sequence[Any]
-"""The samples of a slice, before they are loaded."""
-Keys = Callable[[], Iterator[SliceKeys]]
-"""Makes the keys of each slice to load, in order."""
+from lockstep.data.order import Sampling, read_lengths, read_weights, step_slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpochBegin:
-    epoch: int
-    first_step: int = 0
-    keeps_last: bool = False
-    """Whether a last batch that is smaller than the others belongs to it in any case."""
-    each_once: bool = False
-    """Whether each sample comes once, whatever its weight."""
-    bookmark: Mapping[str, Any] = field(default_factory=dict)
-    """What `EpochSamples.bookmark` has returned for some step, or empty."""
+class Cut:
+    """How the samples are ordered and cut."""
+
+    batch_size: int
+    num_shards: int
+    drop_last: bool
+    seed: int
+    """Of the order and of the samples' random states."""
+    shuffle: bool
+
+    def count_steps(self, num_samples: int, *, keeps_last: bool = False) -> int:
+        whole, rest = divmod(num_samples, self.batch_size)
+        return whole + (rest > 0 and (keeps_last or not self.drop_last))
 
 
 class EpochSamples(ABC):
     """The samples of one epoch; its steps are asked for in order, some ahead of the one that is trained on."""
 
     @abstractmethod
-    def cut(self, step: int) -> Sequence[Draws]:
-        """Return the draws of each shard in a step; there are none in any shard when the epoch is over."""
+    def cut(self, step: int) -> Sequence[SliceKeys]:
+        """Return the slice of each shard in a step; all are empty, or there are none, when the epoch is over."""
 
     @abstractmethod
     def num_steps(self, step: int) -> int | None:
         """Return the steps of the epoch; None if they are not known in `step`, which is not the last one then."""
 
     @abstractmethod
-    def number(self, slices: Sequence[Draws]) -> int:
+    def number(self, slices: Sequence[SliceKeys]) -> int:
         """Return a number for what was read for a step: the same on workers that have read the same."""
 
     @abstractmethod
-    def keys(self, draws: Draws) -> SliceKeys:
-        """Return what a loading process needs to load a slice."""
-
-    @abstractmethod
-    def indices(self, draws: Draws) -> Sequence[int]:
-        """Return where the samples are in the data, for messages."""
-
-    @abstractmethod
-    def forget(self, step: int) -> None:
+    def drop(self, step: int) -> None:
         """Drop what is kept for a step that is over."""
 
     @abstractmethod
-    def bookmark(self, slices: Sequence[Draws]) -> Mapping[str, Any]:
+    def bookmark(self, slices: Sequence[SliceKeys]) -> Mapping[str, Any]:
         """Return a state from which an epoch begins with a step without reading what comes before; empty for none."""
 
 
@@ -84,8 +72,13 @@ class Samples(ABC):
         """Return a number for the data that is the same on every worker; 0 if it is known only from whole slices."""
 
     @abstractmethod
-    def epoch(self, begin: EpochBegin) -> EpochSamples:
-        """Begin with an epoch."""
+    def epoch(
+        self, epoch: int, first_step: int = 0, *, each_once: bool = False, bookmark: Mapping[str, Any]
+    ) -> EpochSamples:
+        """Begin with an epoch; with `each_once` each sample comes once, those of a smaller last batch too.
+
+        `bookmark` is what `EpochSamples.bookmark` has returned for some step, or empty.
+        """
 
     @abstractmethod
     def alone(self) -> "Samples":
@@ -100,12 +93,18 @@ class Samples(ABC):
 class ListedSamples(Samples):
     """The samples of a data set with an index, in an order that is known beforehand."""
 
-    def __init__(self, dataset: Dataset[Any], sampling: Sampling, num_shards: int, *, drop_last: bool) -> None:
-        self._length = partial(length_of, dataset)
+    def __init__(self, dataset: Dataset[Any], cut: Cut, weights: Any, lengths: Any) -> None:
+        self._dataset = dataset
+        self._cut = cut
+        self._sampling = Sampling(
+            num_samples=_check_listed(dataset),
+            batch_size=cut.batch_size,
+            seed=cut.seed,
+            shuffle=cut.shuffle,
+            weights=None if weights is None else read_weights(weights, dataset, shuffle=cut.shuffle),
+            lengths=None if lengths is None else read_lengths(lengths, dataset, shuffle=cut.shuffle),
+        )
         self._content = content_number(dataset)
-        self._sampling = sampling
-        self._num_shards = num_shards
-        self._drop_last = drop_last
 
     @property
     def num_samples(self) -> int:
@@ -117,20 +116,22 @@ class ListedSamples(Samples):
     def content(self) -> int:
         return self._content
 
-    def epoch(self, begin: EpochBegin) -> EpochSamples:
-        return ListedEpoch(
-            self._sampling,
-            begin.epoch,
-            self._num_shards,
-            each_once=begin.each_once,
-            drops_last=self._drop_last and not begin.keeps_last,
-        )
+    def epoch(
+        self,
+        epoch: int,
+        first_step: int = 0,  # noqa: ARG002 - as for streams
+        *,
+        each_once: bool = False,
+        bookmark: Mapping[str, Any],  # noqa: ARG002 - as for streams
+    ) -> EpochSamples:
+        order = self._sampling.order(epoch, each_once=each_once)
+        return _ListedEpoch(order, epoch, self._cut, self.num_samples, keeps_last=each_once)
 
     def alone(self) -> Samples:
         return self
 
     def check_unchanged(self) -> None:
-        length = self._length()
+        length = _length_of(self._dataset)
         if length != self.num_samples:
             raise ValueError(
                 f"The data set had {self.num_samples} samples when its ShardedLoader was made, and has {length} now. "
@@ -140,48 +141,42 @@ class ListedSamples(Samples):
 
 
 @final
-class ListedEpoch(EpochSamples):
-    def __init__(
-        self, sampling: Sampling, epoch: int, num_shards: int, *, each_once: bool = False, drops_last: bool = False
-    ) -> None:
-        self._sampling = sampling
+class _ListedEpoch(EpochSamples):
+    def __init__(self, order: list[int], epoch: int, cut: Cut, num_samples: int, *, keeps_last: bool) -> None:
+        self._order = order
         self._epoch = epoch
-        self._num_shards = num_shards
-        self._order = sampling.order(epoch, each_once=each_once)
-        batches = len(self._order) / sampling.batch_size
-        self._num_steps = math.floor(batches) if drops_last else math.ceil(batches)
+        self._cut = cut
+        self._num_samples = num_samples
+        self._num_steps = cut.count_steps(len(order), keeps_last=keeps_last)
 
-    def cut(self, step: int) -> Sequence[Draws]:
+    def cut(self, step: int) -> Sequence[SliceKeys]:
+        cut = self._cut
         order = self._order if step < self._num_steps else []
-        return step_slices(order, step, batch_size=self._sampling.batch_size, num_shards=self._num_shards)
+        return [
+            DrawKeys(draws, num_samples=self._num_samples, seed=cut.seed, epoch=self._epoch)
+            for draws in step_slices(order, step, batch_size=cut.batch_size, num_shards=cut.num_shards)
+        ]
 
     def num_steps(self, step: int) -> int:  # noqa: ARG002 - as for streams
         return self._num_steps
 
-    def number(self, slices: Sequence[Draws]) -> int:  # noqa: ARG002 - as for streams
+    def number(self, slices: Sequence[SliceKeys]) -> int:  # noqa: ARG002 - as for streams
         """Return 0: the order is known, and so are the data."""
         return 0
 
-    def keys(self, draws: Draws) -> SliceKeys:
-        sampling = self._sampling
-        return DrawKeys(draws, num_samples=sampling.num_samples, seed=sampling.seed, epoch=self._epoch)
-
-    def indices(self, draws: Draws) -> Sequence[int]:
-        return self._sampling.samples(draws)
-
-    def forget(self, step: int) -> None:
+    def drop(self, step: int) -> None:
         """Do nothing: the order is kept as a whole."""
 
-    def bookmark(self, slices: Sequence[Draws]) -> Mapping[str, Any]:  # noqa: ARG002 - as for streams
+    def bookmark(self, slices: Sequence[SliceKeys]) -> Mapping[str, Any]:  # noqa: ARG002 - as for streams
         """Return nothing: an epoch begins anywhere."""
         return {}
 
 
-def length_of(dataset: Dataset[Any]) -> int:
+def _length_of(dataset: Dataset[Any]) -> int:
     return int(type(dataset).__len__(dataset))  # type: ignore[attr-defined]
 
 
-def check_listed(dataset: Dataset[Any]) -> int:
+def _check_listed(dataset: Dataset[Any]) -> int:
     """Return the length of a data set with an index; raise an error if it has none, or no sample."""
     length = getattr(type(dataset), "__len__", None)
     if length is None or getattr(dataset, "__getitem__", None) is None:
@@ -189,56 +184,28 @@ def check_listed(dataset: Dataset[Any]) -> int:
             f"A ShardedLoader needs a data set with __len__ and __getitem__, or a stream (ls.Stream, an "
             f"IterableDataset), but {type(dataset).__name__} is not one. (LS402)"
         )
-    num_samples = length_of(dataset)
+    num_samples = _length_of(dataset)
     if num_samples < 1:
         raise ValueError("The data set is empty; expected at least one sample. (LS402)")
     return num_samples
 
 
-@final
-class SlicePlan:
-    """What is to be loaded; generated lazily, because an epoch may have millions of samples.
-
-    It begins again with what was asked for and has not been loaded: loading processes may be started anew.
-    """
-
-    def __init__(self) -> None:
-        self._rest: Iterator[SliceKeys] = iter(())
-        self._asked: deque[SliceKeys] = deque()
-
-    def begin(self, keys: Iterator[SliceKeys]) -> None:
-        self._rest, self._asked = keys, deque()
-
-    def __iter__(self) -> Iterator[SliceKeys]:
-        yield from list(self._asked)
-        for keys in self._rest:
-            self._asked.append(keys)
-            yield keys
-
-    def note_loaded(self) -> None:
-        """Take note that the first of what was asked for has been loaded."""
-        self._asked.popleft()
-
-
-def keys_of_slices(first: Cursor, samples: EpochSamples, assignment: ShardAssignment) -> Iterator[SliceKeys]:
+def keys_to_load(first: Cursor, samples: EpochSamples, assignment: ShardAssignment) -> Iterator[SliceKeys]:
     """Yield the keys of each slice of this worker, to the end of the epoch.
 
     Not a method of the loader: the DataLoader refers to this. In a reference cycle torch cannot signal the loading
     processes to exit, and waits 5 s for them.
     """
+    rank = assignment.world.rank
     for step in itertools.count(first.step):
         slices = samples.cut(step)
         if not any(slices):
             return
-        for _, draws in own_slices(slices, assignment.ranges(Cursor(first.epoch, step))[assignment.world.rank]):
-            yield samples.keys(draws)
+        for _, keys in own_slices(slices, assignment.ranges(Cursor(first.epoch, step))[rank]):
+            keys.read()
+            yield keys
 
 
-def keys_after(first: Sequence[SliceKeys], keys: Keys) -> Iterator[SliceKeys]:
-    yield from first
-    yield from keys()
-
-
-def own_slices(slices: Sequence[Draws], shards: range) -> list[tuple[int, Draws]]:
-    """Return those of a worker's `shards` that have samples, with their draws."""
-    return [(shard, slices[shard]) for shard in shards if len(slices[shard]) > 0]
+def own_slices(slices: Sequence[SliceKeys], shards: range) -> list[tuple[int, SliceKeys]]:
+    """Return those of a worker's `shards` that have samples."""
+    return [(shard, keys) for shard in shards if (keys := slices[shard])]

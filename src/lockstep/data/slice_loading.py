@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,6 @@ from torch.utils.data import DataLoader
 
 from lockstep.comm.generations import current_generations
 from lockstep.data.keyed import KeyedDataset, SliceKeys
-from lockstep.data.samples import Keys, SlicePlan
 from lockstep.data.state_number import state_number
 from lockstep.launch.elastic import Elastic
 from lockstep.launch.exits import OomKills, describe_exit, has_run_out_of_memory, name_killer, read_oom_kills
@@ -55,6 +55,24 @@ _ALONE: Final = Elastic().loading_limit
 
 
 @final
+class _SlicePlan:
+    """What is to be loaded; generated lazily, because an epoch may have millions of samples.
+
+    It begins again with what was asked for and has not been loaded: loading processes may be started anew.
+    """
+
+    def __init__(self) -> None:
+        self.rest: Iterator[SliceKeys] = iter(())
+        self.asked: deque[SliceKeys] = deque()
+
+    def __iter__(self) -> Iterator[SliceKeys]:
+        yield from list(self.asked)
+        for keys in self.rest:
+            self.asked.append(keys)
+            yield keys
+
+
+@final
 class SliceLoading:
     def __init__(
         self,
@@ -70,7 +88,7 @@ class SliceLoading:
         self._keeps_processes = keeps_processes
         self._pin_memory = pin_memory
         self._read_kills = read_kills
-        self._plan = SlicePlan()
+        self._plan = _SlicePlan()
         self._kept: _LoadingProcesses | None = None
         self._kept_state = 0
         self._lost_at: list[float] = []
@@ -84,12 +102,12 @@ class SliceLoading:
         return self._dataset.__getitems__(keys)
 
     @contextmanager
-    def loaded(self, keys: Keys) -> Iterator[Iterator[Any]]:
+    def loaded(self, keys: Iterator[SliceKeys]) -> Iterator[Iterator[Any]]:
         """Load the slices with these keys, in loading processes if any; an epoch within another gets its own ones."""
         is_inner, self.is_under_way = self.is_under_way, True
         keeps = self._keeps_processes and not is_inner
-        plan = self._plan if keeps else SlicePlan()
-        plan.begin(keys())
+        plan = self._plan if keeps else _SlicePlan()
+        plan.rest, plan.asked = keys, deque()
         loading = self._load_all(plan, keeps=keeps)
         try:
             yield loading
@@ -97,11 +115,11 @@ class SliceLoading:
             loading.close()
             self.is_under_way = is_inner
 
-    def _load_all(self, plan: SlicePlan, *, keeps: bool) -> Generator[Any, None, None]:
+    def _load_all(self, plan: _SlicePlan, *, keeps: bool) -> Generator[Any, None, None]:
         while self._num_workers:
             try:
                 for data in self._processes(plan, keeps=keeps).loaded():
-                    plan.note_loaded()
+                    plan.asked.popleft()
                     yield data
             except Exception as error:
                 if keeps:
@@ -112,10 +130,10 @@ class SliceLoading:
             else:
                 return
         for data in self._make_loader(plan) if self._pin_memory else map(self.load, plan):
-            plan.note_loaded()
+            plan.asked.popleft()
             yield data
 
-    def _processes(self, plan: SlicePlan, *, keeps: bool) -> "_LoadingProcesses":
+    def _processes(self, plan: _SlicePlan, *, keeps: bool) -> "_LoadingProcesses":
         """Start the loading processes of an epoch, or take those of the one before if they have the present state."""
         if not keeps:
             return _LoadingProcesses(self._make_loader(plan), self._read_kills)
@@ -125,7 +143,7 @@ class SliceLoading:
             self._kept, self._kept_state = _LoadingProcesses(self._make_loader(plan), self._read_kills), state
         return self._kept
 
-    def _make_loader(self, plan: SlicePlan) -> DataLoader[Any]:
+    def _make_loader(self, plan: _SlicePlan) -> DataLoader[Any]:
         # The parent-death signal is bound to the *thread* that starts a process, so only the main thread sets it:
         # another thread may end before the epoch does.
         in_main_thread = threading.current_thread() is threading.main_thread()

@@ -16,12 +16,10 @@ another worker may go on with it. No record is read by two workers, so nothing t
 same stream. Instead each of them reads the first records of some parts when the loader is made.
 """
 
-import math
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice, pairwise
 from typing import Any, Self, cast, final
@@ -30,8 +28,9 @@ from torch.utils.data import Dataset
 
 from lockstep.data.blocks import BlockOrder, BlockStart, PassReader, RecordBlock, RecordLine, Records, read_blocks
 from lockstep.data.contents import slice_number
+from lockstep.data.generators import OwnGenerators
 from lockstep.data.keyed import RandomState, SliceKeys
-from lockstep.data.samples import Draws, EpochBegin, EpochSamples, Samples
+from lockstep.data.samples import Cut, EpochSamples, Samples
 from lockstep.data.stream import Stream
 from lockstep.shards import derive_seed, split_evenly
 
@@ -46,35 +45,6 @@ _MIN_BLOCK = 64
 
 
 @final
-class RecordKeys(SliceKeys):
-    """What a loading process needs for a slice of records."""
-
-    def __init__(self, records: Records, seed: int) -> None:
-        self._values = records.values()
-        self._records: Records | None = records
-        self._sources: list[tuple[int, int]] = []
-        self._seed = seed
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_sources": self._find_sources(), "_records": None}  # without blocks of other records
-
-    def items(self) -> list[Any]:
-        return self._values
-
-    def indices(self) -> Sequence[int]:
-        return [place for _, place in self._find_sources()]
-
-    def seeds(self, number: int) -> list[int]:
-        return [derive_seed("sample", self._seed, *source) for source in self._find_sources()[:number]]
-
-    def _find_sources(self) -> list[tuple[int, int]]:
-        """Return the pass of each record and its place there: only messages and random states need them."""
-        if self._records is not None and not self._sources:
-            self._sources = self._records.sources()
-        return self._sources
-
-
-@final
 class Transformed(Dataset[Any]):
     """Makes samples of records; a data set whose index is a record."""
 
@@ -86,18 +56,6 @@ class Transformed(Dataset[Any]):
             return record
         # A slice may be loaded again: what the function changes in a record must not be there then.
         return self._transform(deepcopy(record))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """How an epoch of a stream is cut."""
-
-    batch_size: int
-    num_shards: int
-    drop_last: bool
-    seed: int
-    """Of the order and of the samples' random states."""
-    shuffle: bool
 
 
 @final
@@ -133,20 +91,21 @@ class StreamedSamples(Samples):
         other._last_line = None  # noqa: SLF001 - of this class
         return other
 
-    def epoch(self, begin: EpochBegin) -> EpochSamples:
-        size, steps = self._cut.batch_size, self._stream.steps_per_epoch
-        drops_last = self._cut.drop_last and not begin.keeps_last
-        before = 0 if steps is None else begin.epoch * steps * size
+    def epoch(
+        self, epoch: int, first_step: int = 0, *, each_once: bool = False, bookmark: Mapping[str, Any]
+    ) -> EpochSamples:
+        steps, drops_last = self._stream.steps_per_epoch, self._cut.drop_last and not each_once
+        before = 0 if steps is None else epoch * steps * self._cut.batch_size
         if self._is_divided:
-            lines = _lines_of_shares(self._stream, self._order, begin.epoch, self._cut, drops_last=drops_last)
+            lines = _lines_of_shares(self._stream, self._order, epoch, self._cut, drops_last=drops_last)
         else:
-            lines = [self._open_line(begin, before + begin.first_step * size)]
+            lines = [self._open_line(epoch, before + first_step * self._cut.batch_size, bookmark)]
         return StreamedEpoch(
             lines,
             self._cut,
             num_samples=self.num_samples,
             before=before,
-            epoch=None if steps is not None else begin.epoch,
+            epoch=None if steps is not None else epoch,
             is_divided=self._is_divided,
             drops_last=drops_last,
         )
@@ -154,7 +113,7 @@ class StreamedSamples(Samples):
     def check_unchanged(self) -> None:
         """Do nothing: the end of a stream is found when it is read, and so is a length that is wrong."""
 
-    def _open_line(self, begin: EpochBegin, total: int) -> RecordLine:
+    def _open_line(self, epoch: int, total: int, bookmark: Mapping[str, Any]) -> RecordLine:
         steps, last = self._stream.steps_per_epoch, self._last_line
         if last is not None and last.goes_on_at(total):
             return last
@@ -163,9 +122,9 @@ class StreamedSamples(Samples):
                 read_blocks,
                 self._stream,
                 self._order,
-                first_pass=begin.epoch if steps is None else 0,
+                first_pass=epoch if steps is None else 0,
                 is_endless=steps is not None,
-                noted=self._find_start(begin.epoch, total, begin.bookmark),
+                noted=self._find_start(epoch, total, bookmark),
             )
         )
         self._last_line = None if steps is None else line  # the next epoch reads on where this one ends
@@ -208,37 +167,33 @@ class StreamedEpoch(EpochSamples):
     ) -> None:
         self._lines = lines
         self._cut = cut
+        self._parts = split_evenly(cut.batch_size, cut.num_shards)
         self._strides = _sizes(cut.batch_size, cut.num_shards) if is_divided else [cut.batch_size]
         self._num_samples = num_samples
         self._before = before
         self._epoch = epoch
         self._is_divided = is_divided
         self._drops_last = drops_last
-        self._known = None if num_samples is None else count_steps(num_samples, cut.batch_size, drops_last=drops_last)
+        self._known = None if num_samples is None else cut.count_steps(num_samples, keeps_last=not drops_last)
         self._num_steps = self._known if is_divided or epoch is None else None
         self._cuts: dict[int, list[Records]] = {}
 
-    def cut(self, step: int) -> Sequence[Draws]:
+    def cut(self, step: int) -> Sequence[SliceKeys]:
         found = self._cuts.get(step)
         if found is None:
-            count = self._count(step)
-            parts = split_evenly(count, self._cut.num_shards)
+            count, size, seed = self._count(step), self._cut.batch_size, self._cut.seed
+            parts = self._parts if count == size else split_evenly(count, self._cut.num_shards)
             if self._is_divided:
                 begins = [step * stride for stride in self._strides]
                 found = [
-                    Records(line, begin, begin + stop - start)
+                    Records(line, begin, begin + stop - start, seed)
                     for line, begin, (start, stop) in zip(self._lines, begins, parts, strict=True)
                 ]
-            elif count:
-                # Read here, before the line forgets it: what is another worker's may be needed, too.
-                begin, line = self._before + step * self._cut.batch_size, self._lines[0]
-                pieces = line.pieces([begin, *(begin + stop for _, stop in parts)])
-                found = [
-                    Records(line, begin + start, begin + stop, each)
-                    for each, (start, stop) in zip(pieces, parts, strict=True)
-                ]
             else:
-                found = []
+                total = self._before + step * size
+                found = [Records(self._lines[0], total + start, total + stop, seed) for start, stop in parts if count]
+                for each in found:  # before the line drops it: what is another worker's may be needed, too
+                    each.read()
             self._cuts[step] = found
         return found
 
@@ -246,24 +201,16 @@ class StreamedEpoch(EpochSamples):
         """Return the steps of the epoch; None if they are not known in `step`, whatever was read ahead."""
         return self._known if self._known is not None else self._num_steps if self._num_steps == step + 1 else None
 
-    def number(self, slices: Sequence[Draws]) -> int:
+    def number(self, slices: Sequence[SliceKeys]) -> int:
         """Return a number for the block in which a step begins; 0 where no worker reads what another one does."""
         return 0 if self._is_divided else _first_block(slices).start.number or 0
 
-    def keys(self, draws: Draws) -> SliceKeys:
-        return RecordKeys(cast("Records", draws), self._cut.seed)
-
-    def indices(self, draws: Draws) -> Sequence[int]:
-        """Return where the records are in the stream, in the order of its parts as they were given."""
-        cast("Records", draws).read()
-        return draws
-
-    def forget(self, step: int) -> None:
+    def drop(self, step: int) -> None:
         self._cuts.pop(step, None)
         for line, stride in zip(self._lines, self._strides, strict=True):
-            line.forget(self._before + (step + 1) * stride)
+            line.drop(self._before + (step + 1) * stride)
 
-    def bookmark(self, slices: Sequence[Draws]) -> Mapping[str, Any]:
+    def bookmark(self, slices: Sequence[SliceKeys]) -> Mapping[str, Any]:
         """Return the block in which a step begins; empty for none."""
         found = {} if self._is_divided else _first_block(slices).start.to_mapping()
         return {"epoch": self._epoch, **found} if found else {}
@@ -276,16 +223,17 @@ class StreamedEpoch(EpochSamples):
         if self._is_divided:
             assert self._num_samples is not None
             return min(size, self._num_samples - step * size)
-        line, total = self._lines[0], self._before + step * size
-        there = max(line.read(total, total + size) - total, 0)
-        if there == 0 or (there < size and self._drops_last):
-            self._end(step, there)  # the first step that was asked for is beyond the end
+        wanted = size
+        if self._num_steps is None:
+            wanted += size if self._drops_last else 1
+        total = self._before + step * size
+        there = self._lines[0].read(total, total + wanted) - total
+        if there <= 0 or (there < size and self._drops_last):
+            self._end(step, max(there, 0))  # the first step that was asked for is beyond the end
             return 0
-        count = min(size, there)
-        needed = total + count + (size if self._drops_last else 1)
-        if self._num_steps is None and line.read(total, needed) < needed:
-            self._end(step + 1, count)
-        return count
+        if there < wanted and self._num_steps is None:
+            self._end(step + 1, there)
+        return min(size, there)
 
     def _end(self, num_steps: int, num_left: int) -> None:
         if not num_steps:
@@ -357,17 +305,13 @@ def _can_be_divided(stream: Stream, cut: Cut) -> bool:
     return cut.shuffle and not is_whole and len(stream.parts) >= cut.num_shards
 
 
-def _first_block(slices: Sequence[Draws]) -> RecordBlock:
+def _first_block(slices: Sequence[SliceKeys]) -> RecordBlock:
     block, _, _ = cast("Records", slices[0]).read()[0]
     return block
 
 
 def _sizes(total: int, num_shards: int) -> list[int]:
     return [stop - start for start, stop in split_evenly(total, num_shards)]
-
-
-def count_steps(num_samples: int, batch_size: int, *, drops_last: bool) -> int:
-    return num_samples // batch_size if drops_last else math.ceil(num_samples / batch_size)
 
 
 def read_head(stream: Stream, seed: int) -> int:
@@ -391,7 +335,8 @@ def _read_head(stream: Stream, seed: int) -> list[int]:
 
 def _read_part_head(stream: Stream, seed: int, part: int, count: int) -> list[int]:
     """Return a number for each of the first records of a part."""
-    with RandomState(derive_seed("stream", seed, 0, 0), (stream.parts, stream.read)).entered():
+    own = OwnGenerators([("", (stream.parts, stream.read))])
+    with RandomState(derive_seed("stream", seed, 0, 0), own).entered():
         return list(map(slice_number, islice(stream.open(part, 0), count)))
 
 

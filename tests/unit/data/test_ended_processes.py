@@ -89,8 +89,8 @@ def test_an_exit_of_the_data_set_is_an_error_at_once(tmp_path: Path) -> None:
         loaded(Noisy(tmp_path, 1, lambda: os._exit(7)), num_workers=1)
 
 
-def keys_of(count: int) -> Callable[[], Iterator[SliceKeys]]:
-    return lambda: (DrawKeys([number], num_samples=count, seed=0, epoch=0) for number in range(count))
+def keys_of(count: int) -> Iterator[SliceKeys]:
+    return (DrawKeys([number], num_samples=count, seed=0, epoch=0) for number in range(count))
 
 
 def test_with_too_little_memory_there_is_one_process_fewer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
