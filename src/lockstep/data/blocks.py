@@ -28,8 +28,7 @@ from typing import Any, final
 import torch
 
 from lockstep.data.contents import records_number
-from lockstep.data.generators import OwnGenerators
-from lockstep.data.keyed import RandomState, SliceKeys
+from lockstep.data.keyed import OwnGenerators, RandomState, SliceKeys
 from lockstep.data.stream import OpenPart, Stream
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.shards import derive_seed

@@ -28,8 +28,7 @@ from torch.utils.data import Dataset
 
 from lockstep.data.blocks import BlockOrder, BlockStart, PassReader, RecordBlock, RecordLine, Records, read_blocks
 from lockstep.data.contents import slice_number
-from lockstep.data.generators import OwnGenerators
-from lockstep.data.keyed import RandomState, SliceKeys
+from lockstep.data.keyed import OwnGenerators, RandomState, SliceKeys
 from lockstep.data.samples import Cut, EpochSamples, Samples
 from lockstep.data.stream import Stream
 from lockstep.shards import derive_seed, split_evenly

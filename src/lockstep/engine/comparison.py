@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.comm import World
 from lockstep.data import ShardedBatch, ShardedLoader, Slice
 from lockstep.data.contents import slice_number
-from lockstep.data.generators import generators_of_training
+from lockstep.data.keyed import generators_of_training
 from lockstep.engine.batches import gather_results, name_step
 from lockstep.engine.networks import TRAINED_MODELS
 from lockstep.engine.run_state import RunState

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.comm import World
 from lockstep.data import OTHER_DATA, ShardedBatch, ShardedLoader, Slice
-from lockstep.data.generators import generators_of_training
+from lockstep.data.keyed import generators_of_training
 from lockstep.devices.transfer import to_device
 from lockstep.engine.averaging import weights_in_place
 from lockstep.engine.batches import check_world, gather_results

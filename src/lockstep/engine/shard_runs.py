@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.comm import World
 from lockstep.data import ShardedBatch, Slice
 from lockstep.data.batch import ErrorPlace
-from lockstep.data.generators import OwnGenerators, generators_of_training
+from lockstep.data.keyed import OwnGenerators, generators_of_training
 from lockstep.devices.transfer import InputCopies, is_asynchronous, to_device
 from lockstep.engine.arguments import TrainerArguments
 from lockstep.engine.balance import Stopwatch

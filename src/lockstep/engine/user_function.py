@@ -7,7 +7,7 @@ from typing import Any, Final, final
 
 from torch import nn
 
-from lockstep.data.generators import OwnGenerators
+from lockstep.data.keyed import OwnGenerators
 from lockstep.errors import LossError
 from lockstep.torch_private.compiler import is_compiler_error
 

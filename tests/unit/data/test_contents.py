@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from lockstep.data.contents import content_number, slice_number
-from lockstep.data.state_number import state_number
+from lockstep.data.contents import content_number, slice_number, state_number
 
 
 def numbers(start: int, length: int = 500) -> TensorDataset:

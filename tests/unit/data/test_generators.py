@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.data.generators import OwnGenerators
+from lockstep.data.keyed import OwnGenerators
 from lockstep.engine.networks import find_networks, networks_walk
 
 
