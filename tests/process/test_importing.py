@@ -46,7 +46,7 @@ WITHOUT_TORCH = {
     ),
     "processes": "ending forking host stop_signals user_line",
     "recording": "file_format reading stacks writing",
-    "report": "curves metrics_file page progress trackers",
+    "report": "metrics_file page progress trackers",
     "report.page": "figures measure run_data texts",
     "report.trackers": "known",
     "runs": "changes config directory importing listing opening predictions",

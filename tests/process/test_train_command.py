@@ -153,7 +153,7 @@ def test_digits_train_and_the_checkpoint_bears_out_the_accuracy(tmp_path: Path) 
     epochs = YAML(typ="safe").load(EXAMPLES / "digits.yaml")["epochs"]
     assert sum(line.startswith("epoch") for line in finished.stdout.splitlines()) == epochs
     assert f"run directory {Path('runs/digits')}" in finished.stdout
-    assert {"config.yaml", "metrics.jsonl", "curves.png"} <= {path.name for path in folder.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "report.html"} <= {path.name for path in folder.iterdir()}
     assert YAML(typ="safe").load(folder / "config.yaml")["workers"] == 2
     *workers, launcher = read_recording(folder / "recording")
     assert [file.header.rank for file in workers] == [0, 1]
@@ -305,7 +305,7 @@ def test_a_broken_checkpoint_is_told_of_and_the_one_before_taken_to_the_same_dig
 
 def limit_file_size() -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # the metrics fit, checkpoint and curves do not
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # the metrics fit, checkpoint and report do not
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_it_whole(project: Path, trained: Trained) -> None:

@@ -14,7 +14,7 @@ from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.cli.failures import RESUME_EXIT
 from lockstep.processes.stop_signals import StopRequest
 from lockstep.report.metrics_file import read_metrics
-from lockstep.runs.directory import CURVES_NAME, METRICS_NAME, REPORT_NAME, discard_unused
+from lockstep.runs.directory import METRICS_NAME, REPORT_NAME, discard_unused
 from lockstep.runs.listing import forget_ending, write_ending
 
 
@@ -61,7 +61,7 @@ class EndedRun:
 
 @contextmanager
 def cleaning_up(run_dir: Path, stop: StopRequest, *, with_report: bool) -> Iterator[None]:
-    """Draw curves and report, note how it ended and remove an unused run directory, however the training ends."""
+    """Write the report, note how it ended and remove an unused run directory, however the training ends."""
     ending, reason = "stopped", ""
     forget_ending(run_dir)
     try:
@@ -78,34 +78,20 @@ def cleaning_up(run_dir: Path, stop: StopRequest, *, with_report: bool) -> Itera
     finally:
         write_ending(run_dir, ending, reason)
         Console().show_cursor()  # a worker that was stopped may have hidden it behind its progress bar
-        if not stop.is_made:  # a run that is asked to stop may have no time to draw
-            _draw(run_dir)
-            if with_report:
-                _write_report(run_dir)
+        if with_report and not stop.is_made:  # a run that is asked to stop may have no time to draw
+            _write_report(run_dir)
         discard_unused(run_dir)
-
-
-def _draw(run_dir: Path) -> None:
-    metrics = run_dir / METRICS_NAME
-    if not metrics.exists():
-        return
-    from lockstep.report.curves import draw_curves  # not at the top: importing matplotlib takes half a second
-
-    try:
-        draw_curves(metrics, run_dir / CURVES_NAME, run_dir.name)
-    except OSError as error:  # this error must not hide how the run ended
-        typer.echo(f"warning: {run_dir / CURVES_NAME} could not be written: {error}. (LS815)", err=True)
 
 
 def _write_report(run_dir: Path) -> None:
     if not (run_dir / METRICS_NAME).exists():
         return
     try:
-        from lockstep.report.page import write_page  # as above
+        from lockstep.report.page import write_page  # not at the top: importing Bokeh takes long
         from lockstep.report.page.run_data import read_run
 
         write_page([read_run(run_dir, str(run_dir))], run_dir / REPORT_NAME)
-    except Exception as error:  # noqa: BLE001 - as above, whatever a library does; an environment may lack Bokeh
+    except Exception as error:  # noqa: BLE001 - must not hide how the run ended; an environment may lack Bokeh
         why = f"{type(error).__name__}: {error}"
         again = f"`lockstep report {run_dir}` tries again"
         typer.echo(f"warning: {run_dir / REPORT_NAME} could not be written: {why}. {again}. (LS815)", err=True)

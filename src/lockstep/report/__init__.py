@@ -1,7 +1,6 @@
-"""Reporting: progress on the terminal, the metrics file, and curves.
+"""Reporting: progress on the terminal, the metrics file, trackers, and `report.html`.
 
 Everything here is a recorder of events, or reads a file of a recorder. Rank 0 reports; if it is lost, the next rank 0.
-`curves.py` is not imported here, because importing matplotlib is slow.
 """
 
 from lockstep.report.metrics_file import MetricsFile, Succession, sum_epoch

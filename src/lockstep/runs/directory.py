@@ -6,8 +6,7 @@ runs/digits/
   metrics.jsonl          one JSON object per line: steps and epochs
   step-00000132.ckpt     the newest checkpoints and the best one, named by the number of updates
   best.ckpt              a link to the best one, if the config names a metric; see saving.py
-  curves.png             loss and accuracy
-  report.html            a page about the run, for a browser
+  report.html            a page about the run, for a browser: curves, where the time went, ...
   recording/             what each worker did last; see lockstep.recording
   tensorboard/, wandb/   what trackers write; see report/trackers
   .tracked               the key of the run for trackers
@@ -55,7 +54,6 @@ if TYPE_CHECKING:  # `lockstep train` makes a run directory without torch
 CONFIG_NAME = "config.yaml"
 ENVIRONMENT_NAME = "environment.json"
 METRICS_NAME = "metrics.jsonl"
-CURVES_NAME = "curves.png"
 REPORT_NAME = "report.html"
 BEST_NAME = "best.ckpt"
 JOB_NAME = ".job"

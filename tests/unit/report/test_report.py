@@ -4,14 +4,12 @@ import resource
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 from rich.console import Console
 
 from lockstep.doctor.slow import SlowReport, TimeUse
 from lockstep.errors import RunDirectoryError
 from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, StepFinished
 from lockstep.report import MetricsFile, PlainLines, ProgressBar, progress
-from lockstep.report.curves import draw_curves
 from lockstep.report.metrics_file import read_metrics
 from lockstep.report.progress import Speed, fold
 
@@ -92,15 +90,13 @@ def test_a_full_disk_at_a_resume_is_explained_and_loses_nothing(tmp_path: Path) 
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_step_without_a_loss_is_a_line_and_no_point(tmp_path: Path) -> None:
+def test_a_step_without_a_loss_is_a_line(tmp_path: Path) -> None:
     # A step that was skipped has none, and JSON has no word for that: the run ended there.
     path = tmp_path / "metrics.jsonl"
     recorder = MetricsFile(path)
     for event in (step(1, loss=float("nan")), step(2), epoch(0), step(3, loss=float("inf"))):
         recorder.record(event)
     assert [row.get("loss") for row in read_metrics(path)] == [None, 0.5, None, None]
-    draw_curves(path, tmp_path / "curves.png", "spoilt")
-    assert (tmp_path / "curves.png").exists()
 
 
 def test_a_line_cut_off_by_a_kill_is_passed_over(tmp_path: Path) -> None:
@@ -155,40 +151,16 @@ def test_progress_bar_shows_steps_on_a_terminal() -> None:
     assert "test accuracy 75.00%" in told
 
 
-def test_curves_are_drawn_with_and_without_a_test_set(tmp_path: Path) -> None:
-    cases: dict[str, list[Event]] = {
-        "both": EVENTS,
-        "train": [step(1), epoch(0)],
-        "negative": [step(1, -2.0), epoch(0)],
-    }
-    for name, events in cases.items():
-        recorder = MetricsFile(tmp_path / f"{name}.jsonl")
-        for event in events:
-            recorder.record(event)
-        draw_curves(tmp_path / f"{name}.jsonl", tmp_path / f"{name}.png", name)
-        pixels = imread(tmp_path / f"{name}.png")
-        assert pixels.shape[0] > 400
-        assert pixels.std() > 0.02  # not an empty sheet
-
-
-def test_a_metric_that_is_not_finite_is_null_and_one_that_comes_late_is_drawn(tmp_path: Path) -> None:
+def test_a_metric_that_is_not_finite_is_null(tmp_path: Path) -> None:
     recorder = MetricsFile(tmp_path / "m.jsonl")
-    for event in (epoch(0, loss=float("nan")), epoch(1, loss=0.5, late=1.0)):
+    for event in (epoch(0, loss=float("nan")), epoch(1, loss=0.5)):
         recorder.record(event)
     assert "NaN" not in (tmp_path / "m.jsonl").read_text()
-    draw_curves(tmp_path / "m.jsonl", tmp_path / "m.png", "late")
-    assert (tmp_path / "m.png").exists()
 
 
 def test_a_file_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="cannot be written"):
         MetricsFile(tmp_path / "gone" / "m.jsonl").record(step(1))
-
-
-def test_nothing_is_drawn_before_the_first_epoch(tmp_path: Path) -> None:
-    MetricsFile(tmp_path / "m.jsonl").record(step(1))
-    draw_curves(tmp_path / "m.jsonl", tmp_path / "m.png", "early")
-    assert not (tmp_path / "m.png").exists()
 
 
 def test_lines_that_may_fail_are_warned_of_once_and_come_again_when_there_is_room(tmp_path: Path) -> None:
