@@ -88,8 +88,10 @@ def draw_timeline(run: RunData) -> Any | None:
     ]
     if not bars:
         return None
+    if len(bars) > _MOST_EVENTS:  # the latest of all workers, not all of the last workers
+        since = sorted(bar["left"] for bar in bars)[-_MOST_EVENTS]
+        bars = [bar for bar in bars if bar["left"] >= since]
     start = min(bar["left"] for bar in bars)
-    bars = bars[-_MOST_EVENTS:]
     columns: dict[str, list[Any]] = {key: [bar[key] for bar in bars] for key in bars[0]}
     for key in ("left", "right"):
         columns[key] = [(value - start) / 1e6 for value in columns[key]]

@@ -1,6 +1,5 @@
 """Every text of the page, in English and in Chinese, and its colours, readable on white and on black."""
 
-from html import escape
 from typing import Final
 
 TEXTS: Final = {
@@ -102,15 +101,3 @@ SHARE_COLOURS: Final = {
 """Of each part of the time."""
 AXIS_COLOUR: Final = "#87919c"
 """Of axes and labels."""
-
-
-def both(name: str) -> str:
-    """Return a text in both languages, as HTML; what has no text is its own."""
-    english, chinese = TEXTS.get(name, (name, name))
-    if english == chinese:
-        return escape(english)
-    return f'<span class="en">{escape(english)}</span><span class="zh">{escape(chinese)}</span>'
-
-
-def heading(name: str) -> str:
-    return f"<h3>{both(name) if name in TEXTS else escape(name.replace('_', ' '))}</h3>"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lockstep.report.page import forecast_table
+from lockstep.report.page import forecast_notes
 from lockstep.report.page.measure import MeasuredSteps, forecast_steps
 
 TWO_WORKERS = MeasuredSteps(
@@ -48,8 +48,8 @@ def test_more_workers_than_shards_are_not_forecast() -> None:
 
 def test_on_a_cpu_it_is_an_upper_bound_for_fewer_workers() -> None:
     found = forecast_steps(TWO_WORKERS)
-    assert forecast_table(found, 64, cores=8).count(">at most<") == 1
-    assert "at most" not in forecast_table(found, 64, cores=None)
+    assert forecast_notes(found, cores=8).count("forecast_at_most") == 1
+    assert "forecast_at_most" not in forecast_notes(found, cores=None)
 
 
 def test_from_one_worker_it_is_the_best_case() -> None:

@@ -1,13 +1,16 @@
 """Where the time of a worker went."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from lockstep.recording import EventKind
+from lockstep.report.page import figures
 from lockstep.report.page.measure import SHARES, time_shares
+from lockstep.report.page.run_data import RunData
 
 FIELDS = ("number", "begin", "end", "kind", "text", "step", "index", "size")
 SECOND = 1_000_000_000
@@ -64,3 +67,15 @@ def test_loading_in_another_thread_during_a_step_is_not_waited_for() -> None:
 
 def test_a_recording_without_steps_has_no_shares() -> None:
     assert time_shares(recording((EventKind.STARTED, 0, 0, 0))) == dict.fromkeys(SHARES, 0.0)
+
+
+def test_of_many_workers_the_timeline_keeps_the_latest_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It kept the last bars of the list, which has one worker after the other: the first ranks had empty rows.
+    monkeypatch.setattr(figures, "_MOST_EVENTS", 6)
+    workers = [
+        SimpleNamespace(header=SimpleNamespace(rank=rank, boot="one"), table=ONE_STEP, text=lambda _: "")
+        for rank in range(3)
+    ]
+    plot: Any = figures.draw_timeline(cast("RunData", SimpleNamespace(workers=workers)))
+    [bars] = plot.renderers
+    assert {rank for rank, _ in bars.data_source.data["row"]} == {"0", "1", "2"}
