@@ -16,7 +16,7 @@ from typing import Annotated, Final
 
 import typer
 
-from lockstep.cli.failures import FAILURE_EXIT, failures_shown
+from lockstep.cli.failures import FAILURE_EXIT
 from lockstep.cli.main import command
 from lockstep.doctor.scripts import Level, ScriptFinding, check_source
 from lockstep.errors import UsageError, counted
@@ -54,31 +54,30 @@ def check(
 
     Exit code 0 without mistakes, 1 with some, 2 if a script cannot be read; the others are checked all the same.
     """
-    with failures_shown(debug=False):
-        found: dict[Path, list[ScriptFinding] | None] = {}
-        problems: list[str] = []
-        for path in scripts:
-            try:
-                found[path] = _check(path)
-            except UsageError as error:
-                problems.append(str(error))
-        said = {path: try_script(path, run_steps) for path in found} if run_steps is not None else {}
-        if as_json:
-            values = [
-                {"file": str(path), **_values(each)} for path, each_found in found.items() for each in each_found or ()
-            ]
-            typer.echo(json.dumps(values, indent=2))
-        else:
-            for path, findings in found.items():
-                _show(path, findings)
-        for path, trial in said.items():
-            _show_trial(path, trial)
-        if problems:
-            raise UsageError("\n".join(problems))
-        levels = {each.level for findings in found.values() for each in findings or ()}
-        has_failed = any(trial.exit_code not in {0, None} for trial in said.values())
-        if Level.MISTAKE in levels or has_failed or (strict and levels):
-            raise typer.Exit(FAILURE_EXIT)
+    found: dict[Path, list[ScriptFinding] | None] = {}
+    problems: list[str] = []
+    for path in scripts:
+        try:
+            found[path] = _check(path)
+        except UsageError as error:
+            problems.append(str(error))
+    said = {path: try_script(path, run_steps) for path in found} if run_steps is not None else {}
+    if as_json:
+        values = [
+            {"file": str(path), **_values(each)} for path, each_found in found.items() for each in each_found or ()
+        ]
+        typer.echo(json.dumps(values, indent=2))
+    else:
+        for path, findings in found.items():
+            _show(path, findings)
+    for path, trial in said.items():
+        _show_trial(path, trial)
+    if problems:
+        raise UsageError("\n".join(problems))
+    levels = {each.level for findings in found.values() for each in findings or ()}
+    has_failed = any(trial.exit_code not in {0, None} for trial in said.values())
+    if Level.MISTAKE in levels or has_failed or (strict and levels):
+        raise typer.Exit(FAILURE_EXIT)
 
 
 def _check(path: Path) -> list[ScriptFinding] | None:

@@ -9,26 +9,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from lockstep.checkpoint import CheckpointContents, VerificationResult, show_checkpoint, verify_checkpoint
 from lockstep.checkpoint.interop.convert import convert_weights
 from lockstep.checkpoint.step_files import find_checkpoints
-from lockstep.cli.failures import FAILURE_EXIT, failures_shown
-from lockstep.cli.main import DEBUG
+from lockstep.cli.failures import FAILURE_EXIT
+from lockstep.cli.main import JSON, table_console, with_failures_shown
 from lockstep.errors import CheckpointError
 
 _MEGABYTE = 1_000_000
-_WIDTH_IN_FILES = 160
+_STATES = ("callbacks", "extra", "parts")
+"""What a manifest of format 4 or later holds by name; the names are shown, because the states are long."""
 _Path = Annotated[Path, typer.Argument(metavar="FILE|RUN_DIR", help="A checkpoint, or the directory of a run.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-
-
-checkpoint_app = typer.Typer(
-    name="checkpoint", help="Look into checkpoint files, and convert them.", no_args_is_help=True, rich_markup_mode=None
-)
 
 
 class Target(StrEnum):
@@ -52,60 +46,52 @@ def convert(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace TARGET if it exists.")] = False,
-    debug: DEBUG = False,
 ) -> None:
     """Write the weights of a checkpoint as plain .pt, safetensors or a folder of torch.distributed.checkpoint.
 
     Nothing in SOURCE is executed. Prefixes that DataParallel, DistributedDataParallel and torch.compile add to names
     are dropped.
     """
-    with failures_shown(debug=debug):
-        done = convert_weights(source, target, to.value if to else None, key=key, force=force)
-        typer.echo(f"{source}: {done.recognised}")
-        size = f"{done.num_bytes / _MEGABYTE:.1f} MB" if done.num_bytes >= _MEGABYTE else f"{done.num_bytes} bytes"
-        typer.echo(f"{target}: {done.form}, {done.num_tensors} tensors, {size}")
+    done = convert_weights(source, target, to.value if to else None, key=key, force=force)
+    typer.echo(f"{source}: {done.recognised}")
+    size = f"{done.num_bytes / _MEGABYTE:.1f} MB" if done.num_bytes >= _MEGABYTE else f"{done.num_bytes} bytes"
+    typer.echo(f"{target}: {done.form}, {done.num_tensors} tensors, {size}")
 
 
-checkpoint_app.command(name="convert")(convert)
-
-
-@checkpoint_app.command(name="show")
-def show(path: _Path, as_json: _Json = False, debug: DEBUG = False) -> None:
+def show(path: _Path, as_json: JSON = False) -> None:
     """Show what is in a checkpoint: progress and config of the run, and its tensors. For a directory: in the newest.
 
     The tensors themselves are not read: `lockstep checkpoint verify` compares them with their checksums.
     """
-    with failures_shown(debug=debug):
-        contents = show_checkpoint(_find(path)[0])
-        if as_json:
-            typer.echo(json.dumps(_as_document(contents), indent=2))
-        else:
-            _show(contents)
-            typer.echo(f"The tensors were not read. To check them: lockstep checkpoint verify {shlex.quote(str(path))}")
+    contents = show_checkpoint(_find(path)[0])
+    if as_json:
+        typer.echo(json.dumps(_as_document(contents), indent=2))
+    else:
+        _show(contents)
+        typer.echo(f"The tensors were not read. To check them: lockstep checkpoint verify {shlex.quote(str(path))}")
 
 
-@checkpoint_app.command(name="verify")
-def verify(path: _Path, as_json: _Json = False, debug: DEBUG = False) -> None:
+def verify(path: _Path, as_json: JSON = False) -> None:
     """Compare every byte with the checksums, and the weights with the digest. For a directory: all its checkpoints.
 
-    Exit code 0 if all are equal, 1 if anything is damaged, 2 if a file is not a checkpoint or has a later format.
+    Exit code 0 if all are equal; 1 if anything is damaged, or cannot be read as a checkpoint at all; 2 if there is no
+    such file, or it is whole, but of another program or of a later format.
     """
-    with failures_shown(debug=debug):
-        found: list[VerificationResult] = []
-        unknown: list[CheckpointError] = []
-        for each in _find(path):
-            try:
-                found.append(verify_checkpoint(each))
-            except CheckpointError as error:  # the other files are still checked
-                unknown.append(error)
-        if as_json and found:
-            typer.echo(json.dumps({"checkpoints": [_as_entry(result) for result in found]}, indent=2))
-        else:
-            _list(found)
-        if unknown:
-            raise unknown[0]
-        if not all(result.is_intact for result in found):
-            raise typer.Exit(FAILURE_EXIT)
+    found: list[VerificationResult] = []
+    unknown: list[CheckpointError] = []
+    for each in _find(path):
+        try:
+            found.append(verify_checkpoint(each))
+        except CheckpointError as error:  # the other files are still checked
+            unknown.append(error)
+    if as_json and found:
+        typer.echo(json.dumps({"checkpoints": [_as_entry(result) for result in found]}, indent=2))
+    else:
+        _list(found)
+    if unknown:
+        raise unknown[0]
+    if not all(result.is_intact for result in found):
+        raise typer.Exit(FAILURE_EXIT)
 
 
 def _find(path: Path) -> Sequence[Path]:
@@ -124,6 +110,7 @@ def _as_document(contents: CheckpointContents) -> dict[str, Any]:
     values = asdict(contents.manifest)
     for key in ("optimizer", "scheduler", "scaler", "model_extra", "checksums"):  # long, and of no use to a reader
         del values[key]
+    values |= {key: list(values[key] or ()) for key in _STATES}
     groups = [asdict(group) for group in contents.groups]
     return {"path": str(contents.path), "num_bytes": contents.num_bytes, **values, "groups": groups}
 
@@ -140,9 +127,7 @@ def _list(found: Sequence[VerificationResult]) -> None:
 
 
 def _show(contents: CheckpointContents) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH_IN_FILES
+    console = table_console()
     facts = Table(show_header=False, box=None)
     for name, text in _facts(contents):
         facts.add_row(name, Text(_printable(text)))
@@ -164,6 +149,7 @@ def _facts(contents: CheckpointContents) -> list[tuple[str, str]]:
     """Return the lines above the table; `docs/checkpoint-format.md` says what each key means."""
     manifest = contents.manifest
     fingerprint = manifest.fingerprint or {"shards": manifest.num_shards, "seed": manifest.seed}
+    states = {key: ", ".join(getattr(manifest, key) or ()) for key in _STATES}
     lines = {
         "file": f"{contents.path}, {_describe_size(contents.num_bytes)}, format {manifest.format_version}",
         "progress": f"{manifest.global_step} updates done; next is epoch {manifest.epoch}, step {manifest.step} "
@@ -171,6 +157,7 @@ def _facts(contents: CheckpointContents) -> list[tuple[str, str]]:
         "digest": manifest.digest,
         "fingerprint": _listed(fingerprint),
         "test": _listed(manifest.metrics),
+        **states,
         "loader": manifest.loader or "",
         "versions": _listed(manifest.versions),
         "config": _listed(manifest.config or {}),
@@ -194,4 +181,8 @@ def _describe_size(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-COMMAND = checkpoint_app
+COMMAND = typer.Typer(
+    name="checkpoint", help="Look into checkpoint files, and convert them.", no_args_is_help=True, rich_markup_mode=None
+)
+for _function in (convert, show, verify):
+    COMMAND.command()(with_failures_shown(_function))

@@ -4,26 +4,32 @@ With `--test`, start a worker on each of the devices that a request gets, and ch
 """
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Annotated, Any
 
+import torch
+import torch.distributed as dist
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.cli.failures import FAILURE_EXIT, failures_shown
-from lockstep.cli.link_test import are_right, as_document, check_placement, show_links
-from lockstep.cli.main import DEBUG, command
+from lockstep.cli.failures import FAILURE_EXIT
+from lockstep.cli.main import JSON, command, table_console
+from lockstep.comm import current_world, destroy_process_group, init_process_group
+from lockstep.comm.link_check import LinkReport, check_links
+from lockstep.comm.nccl_defects import explain_defects
+from lockstep.comm.world import group_store
 from lockstep.devices import Gpu, Holder, Inventory, Placement, choose_devices, place_workers, take_inventory
 from lockstep.devices.choose import find_unseen_bytes
 from lockstep.devices.inventory import describe_bytes, describe_holder, gpu_number
 from lockstep.errors import DeviceError, UsageError
+from lockstep.launch.launcher import launch
+from lockstep.launch.messages import Run
 
 _DEFAULT_REQUESTS = ("auto", "auto:3")
-_WIDTH_IN_FILES = 160
 
 
 def devices(
@@ -35,22 +41,20 @@ def devices(
         bool, typer.Option("--test", help="Check sums over every pair of devices of one REQUEST (default: auto).")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="With --test: take GPUs that others use, too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
-    debug: DEBUG = False,
+    as_json: JSON = False,
 ) -> None:
     """Show the GPUs, the processes that use them, the CPU, and what `auto` would take right now.
 
     The exit code is 0, also where there is no GPU. With --test it is 1 if a sum was wrong or a call did not end.
     """
-    with failures_shown(debug=debug):
-        if test:
-            raise typer.Exit(_test(requests or ["auto"], force=force, as_json=as_json))
-        inventory = take_inventory()
-        answers = [(request, _try(request, inventory)) for request in requests or _DEFAULT_REQUESTS]
-        if as_json:
-            typer.echo(json.dumps(_as_document(inventory, answers), indent=2, default=_as_text))
-        else:
-            _show(inventory, answers)
+    if test:
+        raise typer.Exit(_test(requests or ["auto"], force=force, as_json=as_json))
+    inventory = take_inventory()
+    answers = [(request, _try(request, inventory)) for request in requests or _DEFAULT_REQUESTS]
+    if as_json:
+        typer.echo(json.dumps(_as_document(inventory, answers), indent=2, default=_as_text))
+    else:
+        _show(inventory, answers)
 
 
 def _test(requests: list[str], *, force: bool, as_json: bool) -> int:
@@ -64,11 +68,14 @@ def _test(requests: list[str], *, force: bool, as_json: bool) -> int:
         typer.echo(f"devices: {placement.reason}")
     links = check_placement(placement)
     if as_json:
-        document = {"devices": [asdict(device) for device in placement.devices], "links": as_document(links)}
+        document = {
+            "devices": [asdict(device) for device in placement.devices],
+            "links": [asdict(each) for each in links],
+        }
         typer.echo(json.dumps(document, indent=2))
     else:
         show_links(links, placement)
-    return 0 if are_right(links) else FAILURE_EXIT
+    return 0 if _are_right(links) else FAILURE_EXIT
 
 
 def _try(request: str, inventory: Inventory) -> Placement | DeviceError:
@@ -96,9 +103,7 @@ def _as_text(value: object) -> str:
 
 
 def _show(inventory: Inventory, answers: Iterable[tuple[str, Placement | DeviceError]]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH_IN_FILES
+    console = table_console()
     if inventory.gpus:
         console.print(_gpu_table(inventory))
     if inventory.problem:
@@ -146,6 +151,105 @@ def _describe(holder: Holder, inventory: Inventory) -> str:
     kind = ", graphics only" if holder.is_graphics else ""
     memory = "" if holder.memory_bytes is None else f" ({describe_bytes(holder.memory_bytes)}{kind})"
     return describe_holder(holder, inventory) + memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendLinks:
+    backend: str
+    """"nccl", "gloo" or "shm"."""
+    device: str
+    reports: Sequence[LinkReport]
+    """For each pair, and for all; fewer if a call did not end."""
+    warning: str = ""
+    """What is known of this version of the backend; empty for nothing."""
+
+
+def check_placement(placement: Placement) -> list[BackendLinks]:
+    """Start a worker on each device and check their links, by the backends of training: theirs, shared memory, Gloo."""
+    found: list[list[BackendLinks]] = launch(_check_worker, devices=placement)
+    return found[0]
+
+
+def show_links(links: Sequence[BackendLinks], placement: Placement) -> None:
+    console = table_console()
+    table = Table("backend", "between", "8 MiB in", "result")
+    for backend, report in _rows(links):
+        time = "" if report.problem else f"{report.seconds * 1000:.1f} ms"
+        between = _name_ranks(report.ranks, placement)
+        table.add_row(f"{backend.backend} ({backend.device})", Text(between), time, Text(report.problem or "right"))
+    console.print(table)
+    for warning in filter(None, (each.warning for each in links)):
+        sys.stderr.write(f"warning: {warning}\n")
+    sys.stdout.write(f"{give_verdict(links, placement)}\n")
+
+
+def give_verdict(links: Sequence[BackendLinks], placement: Placement) -> str:
+    """Return in a sentence or two whether every sum was right, and what to do if not."""
+    wrong = [(backend, report) for backend, report in _rows(links) if report.problem]
+    if not wrong:
+        return "Every sum was right."
+    where = ", ".join(f"{backend.backend} between {_name_ranks(report.ranks, placement)}" for backend, report in wrong)
+    advice = ""
+    if any(backend.backend == "nccl" for backend, _ in wrong):
+        advice = (
+            " Try again with NCCL_P2P_DISABLE=1: if the sums are right then, the direct path between the GPUs is "
+            "faulty (often PCI access control, ACS or IOMMU, in the BIOS), and training needs that variable, or that "
+            "path repaired."
+        )
+    return f"These devices do not add up correctly: {where}. Do not train on them together.{advice}"
+
+
+def _are_right(links: Sequence[BackendLinks]) -> bool:
+    return not any(report.problem for _, report in _rows(links))
+
+
+def _rows(links: Sequence[BackendLinks]) -> Iterator[tuple[BackendLinks, LinkReport]]:
+    return ((backend, report) for backend in links for report in backend.reports)
+
+
+def _name_ranks(ranks: Sequence[int], placement: Placement) -> str:
+    """Return "GPU 0 (NVIDIA T4) - GPU 1 (NVIDIA T4)", or "worker 0 - worker 1" on the CPU."""
+    if len(ranks) > 2:  # noqa: PLR2004 - more than a pair
+        return f"all {len(ranks)}"
+    devices = [placement.devices[rank] for rank in ranks]
+    names = (device.label if device.visible else f"worker {rank}" for rank, device in zip(ranks, devices, strict=True))
+    return " - ".join(names)
+
+
+def _check_worker(run: Run) -> list[BackendLinks]:
+    """Check the links of this worker with each backend, up to the first that is wrong (collective)."""
+    found: list[BackendLinks] = []
+    if run.device.type != "cpu":
+        name = dist.Backend.default_device_backend_map[run.device.type]
+        warning = _warn_of_nccl(run.world_size) if name == "nccl" else ""
+        found.append(_check_links(name, run.device, warning))
+    # If a call has not ended, the worker is not usable any more.
+    if _are_right(found):
+        found.append(_check_links("shm", torch.device("cpu")))
+    if _are_right(found):
+        _make_gloo_group(run)
+        found.append(_check_links("gloo", torch.device("cpu")))
+    return found
+
+
+def _check_links(backend: str, device: torch.device, warning: str = "") -> BackendLinks:
+    reports = check_links(current_world(), device)
+    return BackendLinks(backend=backend, device=device.type, reports=reports, warning=warning)
+
+
+def _make_gloo_group(run: Run) -> None:
+    """Make a group over Gloo in place of the one that the worker has (collective)."""
+    group = current_world().group
+    assert group is not None
+    store = group_store(group)
+    assert store is not None
+    destroy_process_group()
+    init_process_group("gloo", store=store, rank=run.rank, world_size=run.world_size)
+
+
+def _warn_of_nccl(world_size: int) -> str:
+    major, minor, patch, *_ = torch.cuda.nccl.version()
+    return explain_defects((major, minor, patch), world_size=world_size, is_one_host=True)
 
 
 COMMAND = command(devices)

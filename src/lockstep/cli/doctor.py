@@ -9,10 +9,9 @@ from typing import Annotated
 
 import pynvml
 import typer
-from rich.console import Console
 
-from lockstep.cli.failures import FAILURE_EXIT, failures_shown
-from lockstep.cli.main import command
+from lockstep.cli.failures import FAILURE_EXIT
+from lockstep.cli.main import command, table_console
 from lockstep.devices.inventory import look_up_holder
 from lockstep.devices.nvml import NoGpusError, read_gpus
 from lockstep.doctor.chrome_trace import chrome_trace
@@ -44,28 +43,27 @@ def doctor(
     For a job that runs, on the host of its workers, and for one that has ended. Exit code 0 if nothing is the matter, 1
     if it stands still or has failed, 2 if there is no recording.
     """
-    with failures_shown(debug=False):
-        if trace is not None:
-            _write_trace(find_recording(run_dir, pid), trace)
-            return
-        if slow:
-            _show_slow(find_recording(run_dir, pid), as_json=as_json)
-            return
-        console = _console()
-        while True:
-            found = examine(find_recording(run_dir, pid), wants_stacks=stacks)
-            if as_json:
-                typer.echo(to_json(found))
-            else:
-                if watch:
-                    console.clear()
-                pids = {worker.pid for worker in found.workers if worker.facts is not None}
-                print_examination(found, console, with_stacks=stacks, gpus=gpu_use(pids))
-            if not watch:
-                break
-            time.sleep(2)
-        if found.verdict.kind in _BAD:
-            raise typer.Exit(FAILURE_EXIT)
+    if trace is not None:
+        _write_trace(find_recording(run_dir, pid), trace)
+        return
+    if slow:
+        _show_slow(find_recording(run_dir, pid), as_json=as_json)
+        return
+    console = table_console()
+    while True:
+        found = examine(find_recording(run_dir, pid), wants_stacks=stacks)
+        if as_json:
+            typer.echo(to_json(found))
+        else:
+            if watch:
+                console.clear()
+            pids = {worker.pid for worker in found.workers if worker.facts is not None}
+            print_examination(found, console, with_stacks=stacks, gpus=gpu_use(pids))
+        if not watch:
+            break
+        time.sleep(2)
+    if found.verdict.kind in _BAD:
+        raise typer.Exit(FAILURE_EXIT)
 
 
 def gpu_use(pids: Collection[int], nvml: ModuleType = pynvml) -> dict[int, str]:
@@ -90,11 +88,7 @@ def _show_slow(recording: Path, *, as_json: bool) -> None:
     if as_json:
         typer.echo(slow_to_json(found))
     else:
-        print_slow(found, recording, _console())
-
-
-def _console() -> Console:
-    return Console(width=None if Console().is_terminal else 160)
+        print_slow(found, recording, table_console())
 
 
 def _look_for_slow(recording: Path) -> SlowReport:

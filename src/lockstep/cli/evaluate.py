@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.cli.failures import failures_shown
-from lockstep.cli.main import DEBUG, FORCE, command
+from lockstep.cli.main import FORCE, JSON, command
 from lockstep.cli.options import CODE, DEVICES, OVERRIDES, SAVED, WEIGHTS, WORKERS, call_on_saved
 from lockstep.launch.messages import Run
 from lockstep.runs.opening import SavedRun, find_saved_run
@@ -23,26 +22,24 @@ def evaluate(
     devices: DEVICES = None,
     force: FORCE = False,
     code: CODE = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
-    debug: DEBUG = False,
+    as_json: JSON = False,
 ) -> None:
     """Evaluate a saved model: every sample once, with the same bits on any number of workers.
 
     Of a run directory the newest checkpoint is taken; name RUN/best.ckpt for the best one.
     """
-    with failures_shown(debug=debug):
-        saved = find_saved_run(saved_path, overrides or [], workers=workers, devices=devices)
-        found = call_on_saved(evaluate_worker, saved, data, weights, code=code, force=force, is_quiet=as_json)
-        if as_json:
-            typer.echo(json.dumps({"checkpoint": str(saved.checkpoint), "data": data, **found}, indent=2))
-            return
-        typer.echo(f"checkpoint {saved.checkpoint}, {saved.where}")
-        for name, value in found["metrics"].items():
-            typer.echo(f"{data} {_describe(name, value, found['weights'][name])}")
-        number = found["num_samples"]
-        typer.echo(f"each {'sample' if number is None else f'of {number:,} samples'} was counted once")
-        typer.echo(f"fingerprint {found['fingerprint']}")
-        typer.echo(f"digest {found['digest']}")
+    saved = find_saved_run(saved_path, overrides or [], workers=workers, devices=devices)
+    found = call_on_saved(evaluate_worker, saved, data, weights, code=code, force=force, is_quiet=as_json)
+    if as_json:
+        typer.echo(json.dumps({"checkpoint": str(saved.checkpoint), "data": data, **found}, indent=2))
+        return
+    typer.echo(f"checkpoint {saved.checkpoint}, {saved.where}")
+    for name, value in found["metrics"].items():
+        typer.echo(f"{data} {_describe(name, value, found['weights'][name])}")
+    number = found["num_samples"]
+    typer.echo(f"each {'sample' if number is None else f'of {number:,} samples'} was counted once")
+    typer.echo(f"fingerprint {found['fingerprint']}")
+    typer.echo(f"digest {found['digest']}")
 
 
 def evaluate_worker(run: Run, saved: SavedRun, data: str, weights: str | None) -> dict[str, Any]:

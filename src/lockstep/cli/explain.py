@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.failures import failures_shown
 from lockstep.cli.main import command
 from lockstep.errors import UsageError
 from lockstep.explanations import CHINESE, ENGLISH, all_codes, page_of, title_of
@@ -26,11 +25,10 @@ def explain(
     """Show the page of a code that stands at the end of a message: what it means, the wrong and the mended lines."""
     is_chinese = read_settings().is_chinese() if chinese is None else chinese
     language = CHINESE if is_chinese else ENGLISH
-    with failures_shown(debug=False):
-        if not codes:
-            typer.echo("\n".join(f"{code}  {title_of(code, language)}" for code in all_codes()))
-            return
-        typer.echo("\n".join(page_of(_find(text), language) for text in codes), nl=False)
+    if not codes:
+        typer.echo("\n".join(f"{code}  {title_of(code, language)}" for code in all_codes()))
+        return
+    typer.echo("\n".join(page_of(_find(text), language) for text in codes), nl=False)
 
 
 def _find(text: str) -> str:

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.failures import failures_shown
-from lockstep.cli.main import DEBUG, command
+from lockstep.cli.main import command
 from lockstep.errors import UsageError
 
 _NUM_PICTURES = 40
@@ -40,34 +39,30 @@ def init(
         str, typer.Argument(metavar=f"[{'|'.join(_KINDS)}]", help="What the data are.", autocompletion=_complete_kind)
     ] = DataKind.blank,
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to write.")] = Path(),
-    debug: DEBUG = False,
 ) -> None:
     """Write mine.yaml and mine.py, which train at once, and a few sample data.
 
     KIND is blank, images (a folder per class), table (a .csv) or text (texts and their classes).
     """
-    with failures_shown(debug=debug):
-        wanted = _read_kind(kind)
-        names = ["mine.py", "mine.yaml", *([_SAMPLES[wanted]] if wanted in _SAMPLES else [])]
-        there = [name for name in names if (folder / name).exists()]
-        if {"mine.py", "mine.yaml"} & set(there):
-            raise UsageError(
-                f"{folder / there[0]} exists already, and is not overwritten. Name another folder. (LS815)"
-            )
-        starter = files("lockstep.cli.starter")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if not there:  # else they are the user's own data
-                _write_samples(wanted, folder)
-            for suffix in ("py", "yaml"):
-                text = starter.joinpath(f"{wanted}.{suffix}").read_text("utf-8")
-                (folder / f"mine.{suffix}").write_text(_with_own_classes(text, wanted, folder), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"{error.filename or folder} cannot be written: {error}. (LS815)") from error
-        typer.echo(f"wrote {', '.join(str(folder / name) for name in names if name not in there)}")
-        typer.echo(f"train:    lockstep train {folder / 'mine.yaml'}")
-        typer.echo("evaluate: lockstep evaluate runs/mine")
-        typer.echo("predict:  lockstep predict runs/mine --data mine:new -o predictions.csv")
+    wanted = _read_kind(kind)
+    names = ["mine.py", "mine.yaml", *([_SAMPLES[wanted]] if wanted in _SAMPLES else [])]
+    there = [name for name in names if (folder / name).exists()]
+    if {"mine.py", "mine.yaml"} & set(there):
+        raise UsageError(f"{folder / there[0]} exists already, and is not overwritten. Name another folder. (LS815)")
+    starter = files("lockstep.cli.starter")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not there:  # else they are the user's own data
+            _write_samples(wanted, folder)
+        for suffix in ("py", "yaml"):
+            text = starter.joinpath(f"{wanted}.{suffix}").read_text("utf-8")
+            (folder / f"mine.{suffix}").write_text(_with_own_classes(text, wanted, folder), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{error.filename or folder} cannot be written: {error}. (LS815)") from error
+    typer.echo(f"wrote {', '.join(str(folder / name) for name in names if name not in there)}")
+    typer.echo(f"train:    lockstep train {folder / 'mine.yaml'}")
+    typer.echo("evaluate: lockstep evaluate runs/mine")
+    typer.echo("predict:  lockstep predict runs/mine --data mine:new -o predictions.csv")
 
 
 def _read_kind(name: str) -> DataKind:

@@ -1,15 +1,20 @@
 """The entry point of `lockstep`. Each command is imported when it is used, so that `lockstep --help` is immediate."""
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib import import_module
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lockstep.processes.ending import exit_quickly
 from lockstep.version import VERSION
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _COMMANDS = {
     "check": "Read training scripts, and list what goes wrong with several workers.",
@@ -29,7 +34,7 @@ _COMMANDS = {
 }
 """What `lockstep --help` says of each command; `lockstep.cli.NAME.COMMAND` is a typer app with it."""
 
-DEBUG = Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")]
+JSON = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 FORCE = Annotated[bool, typer.Option("--force", help="Take GPUs that others hold, too.")]
 
 
@@ -71,8 +76,36 @@ def command(
 ) -> typer.Typer:
     """Return a typer app with this function as its only command, as `LazyCommands` finds it in each module."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(cls=cls, context_settings=dict(context_settings or {}))(function)
+    app.command(cls=cls, context_settings=dict(context_settings or {}))(with_failures_shown(function))
     return app
+
+
+def with_failures_shown(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the option `--debug`, and turn what it raises into a message and an exit code."""
+
+    @wraps(function)
+    def call(*, debug: bool = False, **given: Any) -> None:
+        from lockstep.cli.failures import failures_shown
+
+        with failures_shown(debug=debug):
+            function(**given)
+
+    option = Annotated[bool, typer.Option("--debug", help="Show tracebacks of bad input too.")]
+    signature = inspect.signature(function)
+    added = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=option)
+    call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), added])  # type: ignore[attr-defined]
+    call.__annotations__ = {**function.__annotations__, "debug": option}
+    return call
+
+
+def table_console(width_in_files: int = 160) -> "Console":
+    """Return a console for a table: as wide as the terminal, and of this width in a file or a pipe."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = width_in_files
+    return console
 
 
 def _show_version(wanted: bool) -> None:

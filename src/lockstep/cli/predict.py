@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.failures import failures_shown
-from lockstep.cli.main import DEBUG, FORCE, command
+from lockstep.cli.main import FORCE, command
 from lockstep.cli.options import CODE, DEVICES, OVERRIDES, SAVED, WEIGHTS, WORKERS, call_on_saved
 from lockstep.errors import UsageError
 from lockstep.launch.messages import Run
@@ -34,45 +33,41 @@ def predict(
     devices: DEVICES = None,
     force: FORCE = False,
     code: CODE = None,
-    debug: DEBUG = False,
 ) -> None:
     """Write what a saved model predicts for each sample, in the order of the data.
 
     The same bits on any number of workers. Started again after an interruption it continues where it was.
     """
-    with failures_shown(debug=debug):
-        from lockstep.runs.predictions import (
-            check_table_path,
-            describe_job,
-            find_parts,
-            open_parts,
-            remove_parts,
-            write_table,
-        )
+    from lockstep.runs.predictions import (
+        check_table_path,
+        describe_job,
+        find_parts,
+        open_parts,
+        remove_parts,
+        write_table,
+    )
 
-        check_table_path(output)
-        saved = find_saved_run(saved_path, overrides or [], workers=workers, devices=devices)
-        parts = output.with_name(f"{output.name}.parts")
-        job = describe_job(
-            saved, data=data, weights=weights, output_function=output_function, has_targets=not no_targets
-        )
-        start = open_parts(parts, job)
-        if start:
-            typer.echo(f"continuing after {start:,} samples, which are in {parts}")
-        num_samples = call_on_saved(
-            predict_worker,
-            saved,
-            *(data, weights, output_function, not no_targets, parts.absolute(), start),
-            code=code,
-            force=force,
-            is_quiet=False,
-        )
-        found = find_parts(parts)
-        if not found or found[-1][1] != num_samples:
-            raise UsageError(f"{parts} has changed meanwhile, and is not complete. Start the command again. (LS814)")
-        write_table(output, [path for path, _ in found])
-        remove_parts(parts)
-        typer.echo(f"{output}: {num_samples:,} samples, predicted with {saved.checkpoint}, {saved.where}")
+    check_table_path(output)
+    saved = find_saved_run(saved_path, overrides or [], workers=workers, devices=devices)
+    parts = output.with_name(f"{output.name}.parts")
+    job = describe_job(saved, data=data, weights=weights, output_function=output_function, has_targets=not no_targets)
+    start = open_parts(parts, job)
+    if start:
+        typer.echo(f"continuing after {start:,} samples, which are in {parts}")
+    num_samples = call_on_saved(
+        predict_worker,
+        saved,
+        *(data, weights, output_function, not no_targets, parts.absolute(), start),
+        code=code,
+        force=force,
+        is_quiet=False,
+    )
+    found = find_parts(parts)
+    if not found or found[-1][1] != num_samples:
+        raise UsageError(f"{parts} has changed meanwhile, and is not complete. Start the command again. (LS814)")
+    write_table(output, [path for path, _ in found])
+    remove_parts(parts)
+    typer.echo(f"{output}: {num_samples:,} samples, predicted with {saved.checkpoint}, {saved.where}")
 
 
 def predict_worker(

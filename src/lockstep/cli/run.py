@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.failures import failures_shown
-from lockstep.cli.main import DEBUG, FORCE, command
+from lockstep.cli.main import FORCE, command
 from lockstep.devices import place_workers
 from lockstep.errors import UsageError
 from lockstep.launch.exits import GRACE_SECONDS
@@ -108,28 +107,26 @@ def run(
             callback=_refuse_several_hosts,
         ),
     ] = None,
-    debug: DEBUG = False,
 ) -> None:
     """Start a script once per worker on this host, as torchrun does."""
-    with failures_shown(debug=debug):
-        job = ScriptJob(
-            program=_find_program(script, is_module=is_module, no_python=no_python),
-            arguments=tuple(arguments or ()),
-            placement=place_workers(devices, workers=workers, force=force),
-            num_threads=threads_per_worker,
-            own_card_only=virtual_local_rank,
-            local_rank_option="--local_rank" if pass_local_rank_underscore else "--local-rank" * pass_local_rank,
-            has_prefix=not no_prefix,
-            log_dir=log_dir,
-            drop_in=drop_in,
-            max_restarts=max_restarts,
-            grace_seconds=grace,
-        )
-        typer.echo(job.describe(), err=True)
-        ending = run_with_restarts(job, print_message)
-        if ending.message:
-            print_message(ending.message)
-        raise typer.Exit(ending.exit_code)
+    job = ScriptJob(
+        program=_find_program(script, is_module=is_module, no_python=no_python),
+        arguments=tuple(arguments or ()),
+        placement=place_workers(devices, workers=workers, force=force),
+        num_threads=threads_per_worker,
+        own_card_only=virtual_local_rank,
+        local_rank_option="--local_rank" if pass_local_rank_underscore else "--local-rank" * pass_local_rank,
+        has_prefix=not no_prefix,
+        log_dir=log_dir,
+        drop_in=drop_in,
+        max_restarts=max_restarts,
+        grace_seconds=grace,
+    )
+    typer.echo(job.describe(), err=True)
+    ending = run_with_restarts(job, print_message)
+    if ending.message:
+        print_message(ending.message)
+    raise typer.Exit(ending.exit_code)
 
 
 def _find_program(script: str, *, is_module: bool, no_python: bool) -> tuple[str, ...]:

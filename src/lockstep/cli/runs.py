@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.cli.failures import failures_shown
-from lockstep.cli.main import DEBUG, command
+from lockstep.cli.main import JSON, command, table_console
 from lockstep.errors import UsageError
 from lockstep.runs.listing import ListedRun, find_differences, list_runs
 
-_WIDTH_IN_FILES = 200
 _SHOWN_DIGITS = 16
 _MAX_SHOWN = 8
 _MAX_MEASURED = 4
@@ -27,32 +24,28 @@ def runs(
     folders: Annotated[
         list[Path] | None, typer.Argument(metavar="FOLDER", help="Folders of runs.  [default: runs, or this one]")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
-    debug: DEBUG = False,
+    as_json: JSON = False,
 ) -> None:
     """List runs: state, progress, who runs them where, metrics, digest, and what differs in their configs."""
-    with failures_shown(debug=debug):
-        given = folders or [Path("runs") if Path("runs").is_dir() else Path()]
-        if missing := [str(folder) for folder in given if not folder.is_dir()]:
-            raise UsageError(f"There is no folder {', '.join(missing)}. (LS821)")
-        found = list_runs(given)
-        differences = find_differences(found)
-        if as_json:
-            entries = [
-                {**asdict(run), "path": str(run.path), "differs": differs}
-                for run, differs in zip(found, differences, strict=True)
-            ]
-            typer.echo(json.dumps({"runs": entries}, indent=2))
-        elif not found:
-            typer.echo(f"no runs in {', '.join(map(str, given))}; `lockstep train CONFIG` starts one")
-        else:
-            _show(found, differences)
+    given = folders or [Path("runs") if Path("runs").is_dir() else Path()]
+    if missing := [str(folder) for folder in given if not folder.is_dir()]:
+        raise UsageError(f"There is no folder {', '.join(missing)}. (LS821)")
+    found = list_runs(given)
+    differences = find_differences(found)
+    if as_json:
+        entries = [
+            {**asdict(run), "path": str(run.path), "differs": differs}
+            for run, differs in zip(found, differences, strict=True)
+        ]
+        typer.echo(json.dumps({"runs": entries}, indent=2))
+    elif not found:
+        typer.echo(f"no runs in {', '.join(map(str, given))}; `lockstep train CONFIG` starts one")
+    else:
+        _show(found, differences)
 
 
 def _show(found: Sequence[ListedRun], differences: Sequence[Mapping[str, Any]]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH_IN_FILES
+    console = table_console(200)
     table = Table("run", "state", "epoch", "last evaluation", "digest", "started", "differs in")
     for run, differs in zip(found, differences, strict=True):
         table.add_row(

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from lockstep.channel.table import Message
-from lockstep.cli.failures import FAILURE_EXIT, failures_shown
-from lockstep.cli.main import DEBUG, command
+from lockstep.cli.failures import FAILURE_EXIT
+from lockstep.cli.main import command
 from lockstep.errors import UsageError
 from lockstep.launch.control import ask, connect
 
@@ -21,21 +21,19 @@ def scale(
     release: Annotated[
         str | None, typer.Option(metavar="GPU", help="A GPU that the run is to give back: GPU2, 2, or its UUID.")
     ] = None,
-    debug: DEBUG = False,
 ) -> None:
     """Change the number of workers of a run that trains, between two of its steps. No bit of the result changes.
 
     Returns when the change is done; Ctrl-C ends the waiting, not the change. Without options it shows the workers.
     """
-    with failures_shown(debug=debug):
-        if workers is not None and release is not None:
-            raise UsageError("--workers and --release contradict each other. Give one of them. (LS821)")
-        if workers is not None:
-            change(run_dir, {"op": "resize", "workers": workers})
-        elif release is not None:
-            change(run_dir, {"op": "release", "device": release})
-        else:
-            change(run_dir, {"op": "describe"})
+    if workers is not None and release is not None:
+        raise UsageError("--workers and --release contradict each other. Give one of them. (LS821)")
+    if workers is not None:
+        change(run_dir, {"op": "resize", "workers": workers})
+    elif release is not None:
+        change(run_dir, {"op": "release", "device": release})
+    else:
+        change(run_dir, {"op": "describe"})
 
 
 def change(run_dir: Path, request: Message) -> None:

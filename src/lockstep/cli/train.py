@@ -18,8 +18,7 @@ import typer
 from rich.console import Console
 
 from lockstep.checkpoint.step_files import find_checkpoints
-from lockstep.cli.failures import failures_shown
-from lockstep.cli.main import DEBUG, FORCE, command
+from lockstep.cli.main import FORCE, command
 from lockstep.cli.options import ResumingCommand, complete_config, find_config
 from lockstep.cli.train_ending import EndedRun, Finished, Stopped, cleaning_up, show_ending
 from lockstep.devices import Placement, place_workers
@@ -79,14 +78,13 @@ def train(
         typer.Option(metavar="BATCHES", min=1, help="Train and evaluate on the first BATCHES batches alone."),
     ] = None,
     force: FORCE = False,
-    debug: DEBUG = False,
 ) -> None:
     """Train the model of a config file.
 
     SIGTERM and SIGUSR1 save and stop: exit code 75, continue with --resume. Exit code 0 when training is complete, 2
     for bad input, 130 after Ctrl-C, 1 otherwise.
     """
-    with failures_shown(debug=debug), ExitStack() as held:
+    with ExitStack() as held:
         config_path = find_config(given)
         config = read_config(config_path, overrides or [])
         if dry_run and resume is not None:

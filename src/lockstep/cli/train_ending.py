@@ -12,6 +12,7 @@ from rich.table import Table
 
 from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.cli.failures import RESUME_EXIT
+from lockstep.cli.main import table_console
 from lockstep.processes.stop_signals import StopRequest
 from lockstep.report.metrics_file import read_metrics
 from lockstep.runs.directory import METRICS_NAME, REPORT_NAME, discard_unused
@@ -130,7 +131,7 @@ def _show_summary(run_dir: Path) -> None:
             ends = [f"{value:.5g}" for value, _ in (values[0], values[-1])]
             extremes = [f"{value:.5g} (epoch {epoch})" for value, epoch in (min(values), max(values))]
             table.add_row(name.replace("_", " "), *ends, *extremes)
-    Console(width=None if Console().is_terminal else 120, highlight=False).print(table)
+    table_console(120).print(table, highlight=False)
 
 
 def _show_result(result: Finished, run_dir: Path) -> None:

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.cli.failures import FAILURE_EXIT, failures_shown
-from lockstep.cli.main import DEBUG, FORCE, command
+from lockstep.cli.failures import FAILURE_EXIT
+from lockstep.cli.main import FORCE, command
 from lockstep.cli.options import complete_config, find_config
 from lockstep.devices import Placement, parse_request, place_workers, resized
 from lockstep.errors import UsageError, counted
@@ -38,23 +38,21 @@ def verify(
     ] = "1,2",
     steps: Annotated[int, typer.Option("--steps", min=1, help="How many steps to train with each number.")] = 20,
     force: FORCE = False,
-    debug: DEBUG = False,
 ) -> None:
     """Train a few steps on several numbers of workers and compare the digests of the weights.
 
     Exit code 0 if they are equal after every step, 1 if not.
     """
-    with failures_shown(debug=debug):
-        config_path = find_config(given)
-        config = read_config(config_path, overrides or [])
-        counts = _read_counts(workers)
-        for count in counts:
-            config.check_workers(count)
-        sys.path.insert(0, str(config_path.resolve().parent))
-        placement = place_workers(resized(parse_request(config.device_ids), max(counts)), force=force)
-        typer.echo(f"devices: {placement.reason}", err=True)
-        if not _compare(config, placement, counts, steps):
-            raise typer.Exit(FAILURE_EXIT)
+    config_path = find_config(given)
+    config = read_config(config_path, overrides or [])
+    counts = _read_counts(workers)
+    for count in counts:
+        config.check_workers(count)
+    sys.path.insert(0, str(config_path.resolve().parent))
+    placement = place_workers(resized(parse_request(config.device_ids), max(counts)), force=force)
+    typer.echo(f"devices: {placement.reason}", err=True)
+    if not _compare(config, placement, counts, steps):
+        raise typer.Exit(FAILURE_EXIT)
 
 
 def verify_worker(run: Run, config: Config, num_steps: int, reference: Path, is_first: bool) -> ShortRun:

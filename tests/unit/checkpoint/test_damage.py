@@ -311,6 +311,20 @@ def test_verify_says_what_is_damaged_of_a_file_and_of_a_run(tmp_path: Path) -> N
     assert [entry["is_whole"] for entry in json.loads(output)["checkpoints"]] == [False, True]
 
 
+def test_show_names_what_the_later_formats_hold() -> None:
+    for arguments in ((), ("--json",)):
+        output = command("show", *arguments, str(GOLDEN / "format-4.ckpt"))[1]
+        assert "EMA" in output
+    assert json.loads(output)["callbacks"] == ["EMA"]
+
+
+def test_a_file_that_is_no_checkpoint_may_be_a_damaged_one(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001.ckpt").write_text("not a checkpoint")
+    assert command("verify", str(tmp_path))[0] == 1
+    save_file({"w": torch.ones(2)}, tmp_path / "other.safetensors")
+    assert command("verify", str(tmp_path / "other.safetensors"))[0] == 2
+
+
 def test_what_is_not_there_is_bad_input(tmp_path: Path) -> None:
     for arguments in (("show", str(tmp_path)), ("verify", str(tmp_path / "gone.ckpt"))):
         code, output = command(*arguments)

@@ -3,17 +3,15 @@
 from collections.abc import Sequence
 
 import pytest
-import typer
 from tests.unit.devices.machines import gpu, machine
 from typer.testing import CliRunner
 
 from lockstep.cli import devices as command
-from lockstep.cli.link_test import BackendLinks
+from lockstep.cli.devices import BackendLinks
 from lockstep.comm.link_check import LinkReport
 from lockstep.devices import Placement, choose_devices
 
-APP = typer.Typer()
-APP.command()(command.devices)
+APP = command.COMMAND
 PAIR, OTHER, ALL = (0, 1), (0, 2), (0, 1, 2)
 THREE = choose_devices("auto", inventory=machine(gpu(0), gpu(1), gpu(4)))
 
