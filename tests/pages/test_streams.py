@@ -17,7 +17,8 @@ from torch import nn
 import lockstep as ls
 from lockstep.events import NULL_RECORDER
 from lockstep.runs.config import read_config
-from lockstep.runs.fit import FitResult, fit
+from lockstep.runs.fit import fit
+from lockstep.runs.listing import FitResult
 
 DOCS = Path(__file__).parents[2] / "docs"
 NUM_RECORDS = 600

@@ -33,7 +33,7 @@ WITHOUT_TORCH = {
     "channel": "client server table",
     "checkpoint": "atomic_write interop step_files throttle",
     "checkpoint.interop": "fit folders names",
-    "cli": "check doctor evaluate explain failures init main options predict report run runs scale train train_ending",
+    "cli": "check doctor evaluate explain failures init main options predict report run runs scale train",
     "devices": "choose inventory look nvml request",
     "doctor": (
         "activity chrome_trace diagnosis examination finding report scripts slow slow_causes stacks stall_watch system"

@@ -25,7 +25,8 @@ from lockstep.cli.main import app
 from lockstep.launch.control import ask, connect
 from lockstep.report import MetricsFile
 from lockstep.runs.config import read_config
-from lockstep.runs.fit import FitResult, fit
+from lockstep.runs.fit import fit
+from lockstep.runs.listing import FitResult
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 

@@ -21,7 +21,8 @@ from lockstep.checkpoint import read_manifest
 from lockstep.cli.main import app
 from lockstep.report import MetricsFile
 from lockstep.runs.config import read_config
-from lockstep.runs.fit import FitResult, fit
+from lockstep.runs.fit import fit
+from lockstep.runs.listing import FitResult
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 

@@ -19,7 +19,8 @@ import lockstep as ls
 from lockstep.cli.main import app
 from lockstep.events import NULL_RECORDER
 from lockstep.runs.config import read_config
-from lockstep.runs.fit import FitResult, fit
+from lockstep.runs.fit import fit
+from lockstep.runs.listing import FitResult
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 

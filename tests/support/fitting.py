@@ -13,7 +13,8 @@ import torch
 from lockstep.processes.stop_signals import StopRequest
 from lockstep.report import MetricsFile
 from lockstep.runs.config import parse_config
-from lockstep.runs.fit import FitResult, StopResult, fit
+from lockstep.runs.fit import fit
+from lockstep.runs.listing import FitResult, StopResult
 from lockstep.runs.resuming import Resume
 
 

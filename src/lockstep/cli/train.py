@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from lockstep.checkpoint.step_files import find_checkpoints
-from lockstep.cli.main import FORCE, command
+from lockstep.cli.failures import RESUME_EXIT
+from lockstep.cli.main import FORCE, command, table_console
 from lockstep.cli.options import ResumingCommand, complete_config, find_config
-from lockstep.cli.train_ending import EndedRun, Finished, Stopped, cleaning_up, show_ending
 from lockstep.devices import Placement, place_workers
 from lockstep.devices.choose import CPU
 from lockstep.errors import CheckpointError, UsageError, WorkerFailedError, counted
@@ -33,10 +34,12 @@ from lockstep.launch.restarts import StartAgain
 from lockstep.processes.stop_signals import StopRequest, handle_stop_signals, ignore_stop_signals, stop_signals_handled
 from lockstep.recording.file_format import RECORDING_NAME
 from lockstep.report import MetricsFile, PlainLines, ProgressBar, Succession, sum_epoch
+from lockstep.report.metrics_file import read_metrics
 from lockstep.report.trackers import Following, check_trackers, make_trackers
 from lockstep.runs.changes import check_names
 from lockstep.runs.config import Config, read_config
-from lockstep.runs.directory import METRICS_NAME
+from lockstep.runs.directory import METRICS_NAME, REPORT_NAME, discard_unused
+from lockstep.runs.listing import FitResult, StopResult, forget_ending, write_ending
 from lockstep.runs.opening import OpenedRun, OpenRequest, open_run
 from lockstep.settings import WorldVariables, read_settings
 
@@ -119,7 +122,7 @@ def train(
         else:
             handle_stop_signals(stop)
             ended = _train_joined(wanted, stop, launcher)
-        show_ending(ended, arguments)
+        _show_ending(ended, arguments)
         if dry is not None and ended.is_shown_here:
             typer.echo("dry run complete: steps, evaluation and save work; nothing was kept")
 
@@ -139,6 +142,14 @@ class Job:
     """The checkpoint to resume from; None for a new run."""
     code: Path
     """The folder of the config."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRun:
+    run_dir: Path
+    result: FitResult | StopResult
+    is_shown_here: bool
+    """Whether this process is the one that prints."""
 
 
 def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[str], *, force: bool) -> EndedRun:
@@ -177,7 +188,7 @@ def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[
             needs_every_result=False,
             recording=job.run_dir / RECORDING_NAME,
         )
-        with cleaning_up(job.run_dir, stop, with_report=config.report), _resumption_named(arguments, job.run_dir):
+        with _cleaning_up(job.run_dir, stop, with_report=config.report), _resumption_named(arguments, job.run_dir):
             result, *_ = call_on_workers(train_worker, (job,), {}, settings)
     return EndedRun(job.run_dir, result, is_shown_here=True)
 
@@ -254,7 +265,7 @@ def _train_joined(wanted: OpenRequest, stop: StopRequest, launcher: WorldVariabl
         job: Job = world.from_first(lambda: _open(wanted, held))
         if world.rank == 0:
             stop.add_listener(_report_request)
-        with cleaning_up(job.run_dir, stop, with_report=config.report) if world.rank == 0 else nullcontext():
+        with _cleaning_up(job.run_dir, stop, with_report=config.report) if world.rank == 0 else nullcontext():
             result, *_ = run_here(
                 lambda run: _train(run, job, stop),
                 launcher,
@@ -263,12 +274,12 @@ def _train_joined(wanted: OpenRequest, stop: StopRequest, launcher: WorldVariabl
                 threads=config.threads_per_worker,
                 seed=0,
             )
-    if isinstance(result, Stopped):
+    if isinstance(result, StopResult):
         ignore_stop_signals()
     return EndedRun(job.run_dir, result, is_shown_here=world.rank == 0)
 
 
-def train_worker(run: Run, job: Job) -> Finished | Stopped:
+def train_worker(run: Run, job: Job) -> FitResult | StopResult:
     """Train in one worker that `lockstep train` has started."""
     stop = StopRequest()
     # Until the process ends: after training a request has no effect.
@@ -288,9 +299,9 @@ def _leave_or_stop(stop: StopRequest) -> Callable[[], None] | None:
     return LeaveRequest(generations, otherwise=stop.make).ask_from_handler
 
 
-def _train(run: Run, job: Job, stop: StopRequest) -> Finished | Stopped:
+def _train(run: Run, job: Job, stop: StopRequest) -> FitResult | StopResult:
     """Train in one worker; rank 0 prints and records. If it is lost, another worker has its rank."""
-    from lockstep.runs.fit import StopResult, fit
+    from lockstep.runs.fit import fit
 
     if run.rank == 0 and not run.is_new:
         typer.echo("making the model and the data ...")
@@ -311,24 +322,7 @@ def _train(run: Run, job: Job, stop: StopRequest) -> Finished | Stopped:
             stop=stop,
         )
         trackers.ending = "stopped" if isinstance(result, StopResult) else "finished"
-    if isinstance(result, StopResult):
-        return Stopped(
-            checkpoint=result.checkpoint,
-            epoch=result.cursor.epoch,
-            step=result.cursor.step,
-            num_steps=result.num_steps,
-        )
-    return Finished(
-        test=dict(result.test),
-        num_test_samples=result.num_test_samples,
-        num_right=result.num_right,
-        is_saved=result.is_saved,
-        finish=result.finish,
-        fingerprint=str(result.fingerprint),
-        digest=result.digest,
-        others=result.others,
-        end_reason=result.end_reason,
-    )
+    return result
 
 
 def _report_request() -> None:
@@ -382,6 +376,105 @@ def _show_placement(placement: Placement, config: Config) -> None:
 def _make_progress(stack: ExitStack) -> Recorder:
     console = Console()
     return stack.enter_context(ProgressBar(console)) if console.is_terminal else PlainLines(console)
+
+
+@contextmanager
+def _cleaning_up(run_dir: Path, stop: StopRequest, *, with_report: bool) -> Iterator[None]:
+    """Write the report, note how it ended and remove an unused run directory, however the training ends."""
+    ending, reason = "stopped", ""
+    forget_ending(run_dir)
+    try:
+        yield
+        ending = "stopped" if stop.is_made else "finished"
+    except KeyboardInterrupt as interruption:
+        ending = "interrupted"
+        if found := find_checkpoints(run_dir):
+            interruption.add_note(f"To resume from {found[0]}, use --resume {run_dir}.")
+        raise
+    except BaseException as error:
+        ending, reason = "failed", str(error)
+        raise
+    finally:
+        write_ending(run_dir, ending, reason)
+        Console().show_cursor()  # a worker that was stopped may have hidden it behind its progress bar
+        if with_report and not stop.is_made:  # a run that is asked to stop may have no time to draw
+            _write_report(run_dir)
+        discard_unused(run_dir)
+
+
+def _write_report(run_dir: Path) -> None:
+    if not (run_dir / METRICS_NAME).exists():
+        return
+    try:
+        from lockstep.report.page import write_page  # not at the top: importing Bokeh takes long
+        from lockstep.report.page.run_data import read_run
+
+        write_page([read_run(run_dir, str(run_dir))], run_dir / REPORT_NAME)
+    except Exception as error:  # noqa: BLE001 - must not hide how the run ended; an environment may lack Bokeh
+        why = f"{type(error).__name__}: {error}"
+        again = f"`lockstep report {run_dir}` tries again"
+        typer.echo(f"warning: {run_dir / REPORT_NAME} could not be written: {why}. {again}. (LS815)", err=True)
+
+
+def _show_ending(ended: EndedRun, arguments: Sequence[str]) -> None:
+    """Print how the run ended, if this process is the one that prints; exit with 75 if the run was stopped."""
+    if isinstance(ended.result, FitResult):
+        if ended.is_shown_here:
+            _show_result(ended.result, ended.run_dir)
+        return
+    if ended.is_shown_here:
+        stopped = ended.result
+        of_all = "" if stopped.num_steps is None else f" of {stopped.num_steps}"
+        where = f"after step {stopped.step}{of_all} of epoch {stopped.epoch + 1}"
+        if stopped.step == 0:
+            where = f"after epoch {stopped.epoch}"
+        command = shlex.join(["lockstep", "train", *arguments, "--resume", str(ended.run_dir)])
+        typer.echo(
+            f"Stopped on request {where}. The run is saved in {ended.result.checkpoint}. Resume with: {command}",
+            err=True,
+        )
+    raise typer.Exit(RESUME_EXIT)
+
+
+def _show_summary(run_dir: Path) -> None:
+    """Print for each value of the epochs its first, last, lowest and highest one."""
+    metrics = run_dir / METRICS_NAME
+    rows = [row for row in read_metrics(metrics) if row["kind"] == "epoch"] if metrics.exists() else []
+    if len(rows) < 2:  # noqa: PLR2004 - the line of its progress has shown the only one
+        return
+    table = Table("", "first", "last", "lowest", "highest", box=None, pad_edge=False)
+    for name in rows[-1]:
+        values = [(row[name], row["epoch"] + 1) for row in rows if isinstance(row.get(name), float)]
+        if name != "learning_rate" and values:
+            ends = [f"{value:.5g}" for value, _ in (values[0], values[-1])]
+            extremes = [f"{value:.5g} (epoch {epoch})" for value, epoch in (min(values), max(values))]
+            table.add_row(name.replace("_", " "), *ends, *extremes)
+    table_console(120).print(table, highlight=False)
+
+
+def _show_result(result: FitResult, run_dir: Path) -> None:
+    if result.end_reason:
+        typer.echo(f"training ended: {result.end_reason}")
+    if result.finish is not None:
+        typer.echo(f"\n{result.finish}\n")
+    if result.num_right is not None:
+        right, counted = int(result.num_right), int(result.num_test_samples)
+        typer.echo(f"test accuracy {result.test['accuracy']:.2%} ({right:,} of {counted:,}, each counted once)")
+    elif "loss" in result.test:
+        typer.echo(f"test loss {result.test['loss']:.4f}")
+    shown = "accuracy" if result.num_right is not None else "loss"
+    for name, value in result.test.items():
+        if name not in {shown, "loss"}:
+            number = f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4f}"
+            typer.echo(f"{name.replace('_', ' ', 1)} {number}" if name in result.others else f"test {name} {number}")
+    _show_summary(run_dir)
+    typer.echo(f"run directory {run_dir}")
+    if not result.is_saved:
+        typer.echo(
+            "warning: the last checkpoint was not written, so the trained weights are not on the disk.", err=True
+        )
+    typer.echo(f"fingerprint {result.fingerprint}")
+    typer.echo(f"digest {result.digest}")
 
 
 COMMAND = command(train, cls=ResumingCommand)

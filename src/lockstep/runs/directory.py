@@ -34,7 +34,7 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.atomic_write import atomic_write_text, is_temp_name
 from lockstep.checkpoint.step_files import find_checkpoints
@@ -204,6 +204,15 @@ def make_checkpoint(
 
     values = None if config is None else json.loads(config.model_dump_json())
     return pack_state(trainer.state_dict(), scheduler, values, metrics, extra)
+
+
+def read_starts(path: Path) -> list[Mapping[str, Any]]:
+    """Return how a run was started each time, the latest first; empty if that is not readable (local)."""
+    try:
+        starts: list[Mapping[str, Any]] = json.loads((path / ENVIRONMENT_NAME).read_text("utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
 
 
 def find_own_run(config: Config, name: str, job: str | None) -> Path | None:

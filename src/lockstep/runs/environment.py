@@ -26,7 +26,7 @@ import torch.distributed as dist
 from lockstep.comm import World
 from lockstep.devices import count_cores, take_inventory
 from lockstep.errors import RunDirectoryError
-from lockstep.runs.directory import ENVIRONMENT_NAME
+from lockstep.runs.directory import ENVIRONMENT_NAME, read_starts
 from lockstep.secrets import hide_secrets
 from lockstep.settings import read_settings
 
@@ -68,7 +68,7 @@ def gather_facts(world: World, device: torch.device, device_name: str) -> list[W
 def write_environment(run_dir: Path, workers: Sequence[WorkerFacts], fingerprint: dict[str, Any], code: Path) -> None:
     """Add this start to the environment.json of a run (local; call it on one rank)."""
     path = run_dir / ENVIRONMENT_NAME
-    earlier = _read(path)
+    earlier = read_starts(run_dir)
     start = {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(hide_secrets(sys.argv)),
@@ -85,15 +85,6 @@ def write_environment(run_dir: Path, workers: Sequence[WorkerFacts], fingerprint
         "workers": [asdict(worker) for worker in workers],
     }
     _write(path, (json.dumps([start, *earlier], indent=2) + "\n").encode())
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    """Return the starts recorded so far; none if the file does not exist or is truncated."""
-    try:
-        starts: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return []
-    return starts
 
 
 def _torch_versions() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The training loop of a run, in one worker: train, evaluate, save."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +13,6 @@ from lockstep.checkpoint import load_checkpoint, read_manifest
 from lockstep.checkpoint.step_files import checkpoint_name
 from lockstep.comm import World
 from lockstep.comm.generations import current_generations
-from lockstep.data import Cursor
 from lockstep.devices.transfer import is_asynchronous
 from lockstep.engine.batches import gather_results
 from lockstep.engine.fingerprint import Fingerprint
@@ -38,43 +37,9 @@ from lockstep.runs.config import Config
 from lockstep.runs.environment import gather_facts, write_environment
 from lockstep.runs.evaluate import check_metric_names, measure_all, split_by_set, update_statistics, values_of
 from lockstep.runs.importing import call_object, import_object
+from lockstep.runs.listing import FitResult, StopResult
 from lockstep.runs.resuming import Resume, restore_run
 from lockstep.runs.saving import RunSaver
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitResult:
-    """The result of a run that reached its last epoch."""
-
-    digest: str
-    """Digest of the parameters and buffers; the same on every worker."""
-    fingerprint: Fingerprint
-    """What the digest depends on besides code and data."""
-    test: Mapping[str, float]
-    """Mean of each metric over the test set."""
-    num_test_samples: float
-    """Number of samples (or tokens) over which the accuracy, or else the loss, was averaged."""
-    num_right: float | None
-    """Number of correct predictions among them; None without accuracy."""
-    is_saved: bool
-    """Whether the last checkpoint exists on the disk."""
-    finish: str | None
-    """What the config's `finish` function returned, on rank 0."""
-    others: Sequence[str] = ()
-    """Which of the metrics are of another set than the test set; their names begin with the set's."""
-    end_reason: str = ""
-    """Why a callback has ended the run before its last epoch; empty if none has."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopResult:
-    """The state of a run that stopped on request before its last epoch."""
-
-    checkpoint: Path
-    """The checkpoint from which the run can be resumed; it is on the disk."""
-    cursor: Cursor
-    num_steps: int | None
-    """Number of steps of an epoch; None for a stream whose end is not known."""
 
 
 def fit(
@@ -121,7 +86,7 @@ def fit(
     counted = test.get("accuracy", test.get("loss"))
     return FitResult(
         digest=trainer.digest(),
-        fingerprint=trainer.fingerprint(),
+        fingerprint=str(trainer.fingerprint()),
         test=values_of(test),
         num_test_samples=counted.weight if counted is not None else 0,
         num_right=test["accuracy"].total if "accuracy" in test else None,
@@ -411,7 +376,8 @@ def _confirm_saved(trainer: Trainer, num_steps: int | None, saver: RunSaver, run
             ) from error
 
     trainer.repeatable(lambda world: gather_results(world, wait_for_save, "saving before the run stops"))
-    return StopResult(checkpoint=path, cursor=trainer.cursor, num_steps=num_steps)
+    cursor = trainer.cursor
+    return StopResult(checkpoint=path, epoch=cursor.epoch, step=cursor.step, num_steps=num_steps)
 
 
 def _check_finite(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""What the run directories under a folder say of their runs: state, progress, metrics, where. Needs no torch."""
+"""How a run ended, and what run directories say of their runs: state, progress, metrics, where. Needs no torch."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from ruamel.yaml.error import YAMLError
 from lockstep.checkpoint.atomic_write import atomic_write_text
 from lockstep.checkpoint.step_files import find_checkpoints, peek_manifest
 from lockstep.errors import CheckpointError
-from lockstep.runs.directory import CONFIG_NAME, ENDED_NAME, ENVIRONMENT_NAME, METRICS_NAME, find_holder
+from lockstep.runs.directory import CONFIG_NAME, ENDED_NAME, ENVIRONMENT_NAME, METRICS_NAME, find_holder, read_starts
 
 _DEPTH = 3
 """How deep under a folder run directories are searched."""
@@ -144,15 +144,6 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def read_starts(path: Path) -> list[Mapping[str, Any]]:
-    """Return how a run was started each time, the latest first; empty if that is not readable (local)."""
-    try:
-        starts: list[Mapping[str, Any]] = json.loads((path / ENVIRONMENT_NAME).read_text("utf-8"))
-    except (OSError, ValueError):
-        return []
-    return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
-
-
 def _read_last_rows(path: Path) -> dict[str, Any]:
     """Return the last row of each kind in metrics.jsonl, as far as they are near its end."""
     try:
@@ -177,6 +168,44 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitResult:
+    """A run that has reached its end; the same on every worker, but for `finish`."""
+
+    digest: str
+    """Of the parameters and buffers."""
+    fingerprint: str
+    """What the digest depends on besides code and data."""
+    test: Mapping[str, float]
+    """Mean of each metric over the test set."""
+    num_test_samples: float
+    """Over how many samples (or tokens) the accuracy, or else the loss, is the mean."""
+    num_right: float | None
+    """How many of them are right; None without accuracy."""
+    is_saved: bool
+    """Whether the last checkpoint exists on the disk."""
+    finish: str | None
+    """What the config's `finish` function returned, on rank 0."""
+    others: Sequence[str] = ()
+    """Which of the metrics are of another set than the test set; their names begin with the set's."""
+    end_reason: str = ""
+    """Why a callback has ended the run before its last epoch; empty if none has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopResult:
+    """A run that has stopped on request before its last epoch."""
+
+    checkpoint: Path
+    """The checkpoint from which the run can be resumed; it is on the disk."""
+    epoch: int
+    """Epoch of the next step, from 0."""
+    step: int
+    """The next step in it, from 0."""
+    num_steps: int | None
+    """Steps of an epoch; None for a stream whose end is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

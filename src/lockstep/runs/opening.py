@@ -37,13 +37,13 @@ from lockstep.runs.changes import Change, check_changes
 from lockstep.runs.config import Config, apply_overrides, parse_config
 from lockstep.runs.directory import (
     CONFIG_NAME,
-    ENVIRONMENT_NAME,
     check_may_begin_again,
     find_own_run,
     find_run_directory,
     lock_run,
     make_run_directory,
     note_job,
+    read_starts,
     write_config,
 )
 
@@ -333,9 +333,5 @@ def search_path(saved: SavedRun, given: Path | None) -> list[str]:
 
 def _find_code(run_dir: Path) -> Path | None:
     """Return the folder that the run has recorded, if it is still there."""
-    try:
-        starts = json.loads((run_dir / ENVIRONMENT_NAME).read_text("utf-8"))
-        folder = Path(starts[0]["modules"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-    return folder if folder.is_dir() else None
+    folder = Path(str(next(iter(read_starts(run_dir)), {}).get("modules", "")))
+    return folder if folder.is_absolute() and folder.is_dir() else None

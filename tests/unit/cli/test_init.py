@@ -14,7 +14,8 @@ from lockstep.cli.options import complete_config, find_config, find_examples
 from lockstep.errors import ConfigError
 from lockstep.report import MetricsFile
 from lockstep.runs.config import read_config
-from lockstep.runs.fit import FitResult, fit
+from lockstep.runs.fit import fit
+from lockstep.runs.listing import FitResult
 
 
 @pytest.mark.parametrize("kind", ["blank", "images", "table", "text"])

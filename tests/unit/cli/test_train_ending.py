@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import train_ending
+from lockstep.cli import train
 from lockstep.report import page
 from lockstep.report.page import run_data
 
@@ -20,7 +20,7 @@ def write_metrics(folder: Path) -> None:
 
 def test_first_last_lowest_and_highest_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_metrics(tmp_path)
-    train_ending._show_summary(tmp_path)
+    train._show_summary(tmp_path)
     [_, row, *_] = capsys.readouterr().out.splitlines()
     assert row.split() == ["train", "loss", "1", "0.5", "0.25", "(epoch", "2)", "1", "(epoch", "1)"]
 
@@ -35,7 +35,7 @@ def test_a_report_that_fails_is_told_of_and_fails_nothing(
     (tmp_path / "config.yaml").write_text("{}")
     monkeypatch.setattr(run_data, "read_run", fail)
     monkeypatch.setattr(page, "write_page", fail)
-    train_ending._write_report(tmp_path)
+    train._write_report(tmp_path)
     said = capsys.readouterr().err
     assert "ValueError: figures of a kind that Bokeh refuses" in said
     assert f"lockstep report {tmp_path}" in said

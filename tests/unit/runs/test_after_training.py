@@ -16,7 +16,8 @@ from lockstep.report import MetricsFile
 from lockstep.runs import predict
 from lockstep.runs.config import parse_config
 from lockstep.runs.evaluate import evaluate_saved
-from lockstep.runs.fit import FitResult, fit
+from lockstep.runs.fit import fit
+from lockstep.runs.listing import FitResult
 from lockstep.runs.opening import find_saved_run
 from lockstep.runs.predict import PredictRequest, predict_saved
 from lockstep.runs.predictions import (

@@ -9,7 +9,7 @@ import pytest
 from tests.support.fitting import fit_to_the_end, importable, rows
 
 from lockstep.errors import ConfigError
-from lockstep.runs.fit import FitResult
+from lockstep.runs.listing import FitResult
 
 MODULE = """
 import torch

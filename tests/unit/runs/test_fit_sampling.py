@@ -8,7 +8,7 @@ import pytest
 from tests.support.fitting import fit_or_stop, fit_to_the_end, importable, rows
 
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.runs.fit import FitResult
+from lockstep.runs.listing import FitResult
 from lockstep.runs.resuming import Resume
 
 MODULE = """

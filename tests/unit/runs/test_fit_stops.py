@@ -11,7 +11,7 @@ from lockstep.data import Cursor
 from lockstep.errors import CheckpointError
 from lockstep.processes.stop_signals import StopRequest
 from lockstep.report import sum_epoch
-from lockstep.runs.fit import FitResult, StopResult
+from lockstep.runs.listing import FitResult, StopResult
 from lockstep.runs.resuming import Resume
 
 MODULE = """
@@ -75,7 +75,7 @@ def test_a_run_stops_after_the_step_or_the_evaluation_in_which_it_is_asked(
     tmp_path: Path, call: int, name: str, cursor: Cursor
 ) -> None:
     stopped = train(tmp_path / "run", call)
-    assert stopped == StopResult(checkpoint=tmp_path / "run" / name, cursor=cursor, num_steps=3)
+    assert stopped == StopResult(checkpoint=tmp_path / "run" / name, epoch=cursor.epoch, step=cursor.step, num_steps=3)
     assert read_manifest(stopped.checkpoint).global_step == int(name[5:13])
     assert bool(read_manifest(stopped.checkpoint).metrics) == (cursor.step == 0)
 

@@ -26,7 +26,7 @@ from lockstep.version import VERSION
 
 __all__ = ["write_page"]
 
-_CURVES: Final = {
+_CURVES: Final[Mapping[str, tuple[str | None, Sequence[str]]]] = {
     "learning_rate": ("learning_rate", ()),
     "grad_norm": ("grad_norm", ()),
     "samples_per_second": (None, ("samples_per_second",)),
@@ -75,7 +75,8 @@ def _draw(runs: Sequence[RunData]) -> dict[str, Any]:
     names = [key for run in runs for row in run.epochs for key in row if key.startswith("test_") and key != "test_loss"]
     names += [key for run in runs for row in run.evaluations for key in row if key not in {"kind", "global_step"}]
     wanted: dict[str, tuple[str | None, Sequence[str]]] = {"loss": ("loss", ("train_loss", "test_loss"))}
-    wanted |= {key: (None, (key,)) for key in dict.fromkeys(names)} | _CURVES
+    wanted |= {key: (None, (key,)) for key in dict.fromkeys(names)}
+    wanted |= _CURVES
     figures = {
         f"curve_{name}": draw_curve(runs, step_key, epoch_keys) for name, (step_key, epoch_keys) in wanted.items()
     }

@@ -11,8 +11,8 @@ from lockstep.errors import CheckpointError, RunDirectoryError
 from lockstep.recording.file_format import RECORDING_NAME
 from lockstep.recording.reading import FileEvents, read_recording
 from lockstep.report.metrics_file import read_metrics
-from lockstep.runs.directory import METRICS_NAME
-from lockstep.runs.listing import ListedRun, list_runs, read_starts
+from lockstep.runs.directory import METRICS_NAME, read_starts
+from lockstep.runs.listing import ListedRun, list_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
