@@ -31,7 +31,7 @@ WITHOUT_TORCH = {
         "processes recipes recording report runs secrets settings shards version"
     ),
     "channel": "client server table",
-    "checkpoint": "atomic_write interop step_files throttle",
+    "checkpoint": "atomic_write interop step_files",
     "checkpoint.interop": "fit folders names",
     "cli": "check doctor evaluate explain failures init main options predict report run runs scale train",
     "devices": "choose inventory look nvml request",

@@ -7,10 +7,13 @@ stay in that mapping for the rest of the run, and a truncated file or a lost mou
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
+from typing import final
 
 import torch
 from torch import Tensor
@@ -27,20 +30,56 @@ from lockstep.checkpoint.header import (
     header_length,
 )
 from lockstep.checkpoint.manifest import NETWORKS_PREFIX, Checkpoint, Manifest
-from lockstep.checkpoint.throttle import Pause, no_pause
+from lockstep.checkpoint.step_files import MANIFEST_KEY
 from lockstep.errors import CheckpointError
 from lockstep.torch_private.modules import byte_view
 
+Pause = Callable[[], None]
+"""Called after each piece of work of a save; sleeps if necessary."""
 Part = tuple[str, torch.dtype, Sequence[int], bytes | memoryview]
 """A tensor's name, dtype, shape and bytes."""
-"""Key of the manifest in the `__metadata__` of the safetensors header."""
 OPTIMIZER_PREFIX = "optimizer/"
 """Prefix of the names of all tensors that are not parameters or buffers of the model."""
 
-MANIFEST_KEY = "lockstep"
 _CHUNK_BYTES = 1 << 20
 """Bytes for which a checksum is computed before they are written: few enough to stay in the CPU cache in between."""
 _DIGEST_CHUNK_BYTES = 1 << 22
+_PAUSE_PER_CPU_SECOND = 1.0
+_MIN_WORK_SECONDS = 0.02
+"""No pause before this much CPU time was used: after each one a thread of low priority has to wait for a core."""
+_MAX_PAUSE_SECONDS = 0.5
+
+
+def no_pause() -> None:
+    """Do not sleep."""
+
+
+@final
+class Throttle:
+    """Throttling of a save in the background, so that it slows the training down as little as possible.
+
+    Copying, hashing and writing a state moves each of its bytes through memory several times, as an optimizer step
+    does. Training and save share the memory bandwidth even if each has a core of its own, so a low priority alone does
+    not help. The saving thread therefore sleeps after each piece of work, as long as the work took.
+    """
+
+    def __init__(self) -> None:
+        self._is_disabled = threading.Event()
+        self._cpu_seconds = 0.0
+
+    def pause(self) -> None:
+        """Sleep in proportion to the CPU time used since the last pause, unless throttling is disabled."""
+        cpu_seconds = time.thread_time()
+        used_seconds = cpu_seconds - self._cpu_seconds
+        if used_seconds < _MIN_WORK_SECONDS:
+            return
+        self._cpu_seconds = cpu_seconds
+        if threading.main_thread().is_alive():  # else the program has ended, and the interpreter waits for the save
+            self._is_disabled.wait(min(_PAUSE_PER_CPU_SECOND * used_seconds, _MAX_PAUSE_SECONDS))
+
+    def disable(self) -> None:
+        """End the current pause, and do not sleep any more, because the training waits for the save."""
+        self._is_disabled.set()
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint, pause: Pause = no_pause) -> None:
@@ -92,7 +131,7 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu", *, check: bo
             for info in header.tensors:
                 tensor = _read_tensor(file, info, header.num_bytes + info.begin)
                 name = info.name
-                if check and manifest.checksums and checksum(raw_bytes(tensor)) != manifest.checksums.get(name):
+                if check and checksum(raw_bytes(tensor)) != manifest.checksums.get(name):
                     damaged.append(name)
                 (optimizer if name.startswith(OPTIMIZER_PREFIX) else model)[name] = tensor.to(device)
     except (OSError, RuntimeError) as error:  # RuntimeError: out of memory
@@ -121,8 +160,7 @@ def read_verified_manifest(path: Path) -> Manifest:
             damaged = [
                 info.name
                 for info in header.tensors
-                if manifest.checksums
-                and _checksum_in_file(file, info, header.num_bytes + info.begin) != manifest.checksums.get(info.name)
+                if _checksum_in_file(file, info, header.num_bytes + info.begin) != manifest.checksums.get(info.name)
             ]
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}. (LS702)") from error
@@ -169,7 +207,7 @@ def manifest_of(header: Header, path: Path) -> Manifest:
         manifest = Manifest.from_json(text)
     except CheckpointError as error:
         raise type(error)(f"{path}: {error}") from error
-    if manifest.checksums and header.is_intact is None:
+    if header.is_intact is None:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: the checksum of its header is missing. (LS702)")
     return manifest
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.checkpoint.file import (
-    MANIFEST_KEY,
     OPTIMIZER_PREFIX,
     belongs_to_digest,
     describe_damaged,
@@ -21,6 +20,7 @@ from lockstep.checkpoint.file import (
 )
 from lockstep.checkpoint.header import Header, TensorInfo, checksum
 from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.step_files import MANIFEST_KEY
 from lockstep.errors import CheckpointError, clause
 
 
@@ -55,21 +55,14 @@ class VerificationResult:
     damaged: tuple[str, ...]
     """Tensors whose bytes are not as written, or are missing."""
     num_tensors: int
-    has_checksums: bool
-    """Whether the file has a checksum per tensor; files of format 1 have none."""
 
     @property
     def is_intact(self) -> bool:
         return not self.problems and not self.damaged
 
     def __str__(self) -> str:
-        if self.is_intact and self.has_checksums:
-            return f"{self.path}: intact, {self.num_tensors} checksums and the digest match"
         if self.is_intact:
-            return (
-                f"{self.path}: intact as far as can be checked, the digest matches (format 1 has no checksums: the "
-                "optimizer's tensors were not checked)"
-            )
+            return f"{self.path}: intact, {self.num_tensors} checksums and the digest match"
         problems = list(self.problems)
         if self.damaged:
             problems.append(f"{describe_damaged(list(self.damaged))} not as written")
@@ -100,24 +93,17 @@ def verify_checkpoint(path: Path) -> VerificationResult:
     if num_bytes != header.file_bytes:
         problems.append(f"it has {num_bytes:,} bytes, but its header says {header.file_bytes:,}")
     manifest = _manifest_or_problem(header, path, problems)
-    checksums = manifest.checksums if manifest is not None else {}
+    checksums = manifest.checksums if manifest is not None else None
     damaged, digest = _read_tensors(path, header, num_bytes, checksums)
     if manifest is not None and digest != manifest.digest:
         problems.append("the parameters and buffers do not match the digest")
-    return _result(path, header.tensors, tuple(problems), tuple(damaged), has_checksums=bool(checksums))
+    return _result(path, header.tensors, tuple(problems), tuple(damaged))
 
 
 def _result(
-    path: Path,
-    infos: Sequence[TensorInfo],
-    problems: tuple[str, ...],
-    damaged: tuple[str, ...] = (),
-    *,
-    has_checksums: bool = False,
+    path: Path, infos: Sequence[TensorInfo], problems: tuple[str, ...], damaged: tuple[str, ...] = ()
 ) -> VerificationResult:
-    return VerificationResult(
-        path=path, problems=problems, damaged=damaged, num_tensors=len(infos), has_checksums=has_checksums
-    )
+    return VerificationResult(path=path, problems=problems, damaged=damaged, num_tensors=len(infos))
 
 
 def _manifest_or_problem(header: Header, path: Path, problems: list[str]) -> Manifest | None:
@@ -132,15 +118,20 @@ def _manifest_or_problem(header: Header, path: Path, problems: list[str]) -> Man
         return None
 
 
-def _read_tensors(path: Path, header: Header, file_bytes: int, checksums: Mapping[str, str]) -> tuple[list[str], str]:
-    """Return the names of tensors that are truncated or do not match their checksum, and the digest."""
+def _read_tensors(
+    path: Path, header: Header, file_bytes: int, checksums: Mapping[str, str] | None
+) -> tuple[list[str], str]:
+    """Return the names of tensors that are truncated or do not match their checksum, and the digest.
+
+    Without `checksums`, because the manifest is damaged, only truncated ones are found.
+    """
     damaged: list[str] = []
 
     def read(file: BinaryIO, info: TensorInfo) -> bytes:
         begin = header.num_bytes + info.begin
         file.seek(min(begin, file_bytes))
         data = file.read(min(info.num_bytes, max(0, file_bytes - begin)))  # a damaged header may claim any size
-        if len(data) < info.num_bytes or (checksums and checksum(data) != checksums.get(info.name)):
+        if len(data) < info.num_bytes or (checksums is not None and checksum(data) != checksums.get(info.name)):
             damaged.append(info.name)
         return data
 

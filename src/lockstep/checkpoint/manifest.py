@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError, LaterFormatError
 
+OLDEST_VERSION = 3
 FORMAT_VERSION = 5
 """Incremented when a reader of the previous version could misread a file; docs/checkpoint-format.md describes each."""
 NETWORKS_PREFIX = "optimizer/networks"
@@ -71,12 +72,11 @@ class Manifest:
     """Means over the test set at this step; None for a mean that is not finite. Empty if nothing was measured."""
     classes: Mapping[str, str | None] = field(default_factory=dict)
     """Class names of the `optimizer`, of the `scheduler` that the trainer steps, and of the `other_scheduler` that the
-    caller steps. Needed because a `state_dict` does not name its class. None if there is no such object; empty in files
-    of formats 1 and 2."""
+    caller steps. Needed because a `state_dict` does not name its class. None if there is no such object."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the libraries that wrote the file."""
     checksums: Mapping[str, str] = field(default_factory=dict)
-    """CRC-32 of each tensor's bytes, 8 hex digits; `save_checkpoint` fills it in. Empty in files of format 1."""
+    """CRC-32 of each tensor's bytes, 8 hex digits; `save_checkpoint` fills it in."""
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
@@ -94,6 +94,12 @@ class Manifest:
                 raise LaterFormatError(
                     f"The checkpoint has format {version}, but this version of Lockstep reads only formats up to "
                     f"{FORMAT_VERSION}. Update Lockstep to read it. (LS705)"
+                )
+            if version < OLDEST_VERSION:
+                raise CheckpointError(
+                    f"The checkpoint has format {version}, but this version of Lockstep reads only formats "
+                    f"{OLDEST_VERSION} to {FORMAT_VERSION}. Convert its weights with the Lockstep that wrote it: "
+                    "lockstep checkpoint convert. (LS702)"
                 )
             manifest = cls(**values)
             _check_kinds(manifest)

@@ -4,7 +4,7 @@
     1 wait for the previous save, if it runs
     2 copy the state
     3 start the saving thread                      compute the digest of the copy
-      next step ...                                checksums, write, fsync, rename; throttled (throttle.py)
+      next step ...                                checksums, write, fsync, rename; throttled
       next step ...                                remove old checkpoints
     4 at the next save, or at close: report the save, or raise its error
 
@@ -21,14 +21,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, Protocol, Self, final
+from typing import Literal, Self, final
 
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.file import save_checkpoint, with_digest
+from lockstep.checkpoint.file import Pause, Throttle, no_pause, save_checkpoint, with_digest
 from lockstep.checkpoint.manifest import Checkpoint
-from lockstep.checkpoint.throttle import Pause, Throttle, no_pause
 from lockstep.devices.transfer import is_asynchronous
 from lockstep.errors import CheckpointError, without_code
 from lockstep.processes.user_line import stacklevel_of_user
@@ -41,11 +40,8 @@ _NICENESS = 10
 """Nice value of the saving thread, so that the scheduler prefers the training's threads."""
 
 
-class AfterSave(Protocol):
-    """What `Saver` calls on the saving thread after a file was written."""
-
-    def __call__(self, path: Path, /) -> None:
-        """Process the new file at `path`."""
+AfterSave = Callable[[Path], None]
+"""What `Saver` calls on the saving thread after a file was written, with its path."""
 
 
 def do_nothing(_path: Path, /) -> None:

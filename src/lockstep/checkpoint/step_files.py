@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
 
 MANIFEST_KEY = "lockstep"
+"""Key of the manifest in the `__metadata__` of the safetensors header."""
 _CHECKPOINT = re.compile(r"step-(\d+)\.ckpt")
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 256 << 20

@@ -161,9 +161,9 @@ def test_no_memory_for_the_copy_is_explained(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_save_is_slow_until_somebody_waits_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("lockstep.checkpoint.throttle._MIN_WORK_SECONDS", 0)
-    monkeypatch.setattr("lockstep.checkpoint.throttle._PAUSE_PER_CPU_SECOND", 1e9)
-    monkeypatch.setattr("lockstep.checkpoint.throttle._MAX_PAUSE_SECONDS", 1e6)  # until somebody waits
+    monkeypatch.setattr("lockstep.checkpoint.file._MIN_WORK_SECONDS", 0)
+    monkeypatch.setattr("lockstep.checkpoint.file._PAUSE_PER_CPU_SECOND", 1e9)
+    monkeypatch.setattr("lockstep.checkpoint.file._MAX_PAUSE_SECONDS", 1e6)  # until somebody waits
     with Saver() as saver:
         saver.save(tmp_path / "a.ckpt", checkpoint(torch.ones(1 << 20)))
         time.sleep(0.3)  # a save without pauses is done in less

@@ -11,7 +11,6 @@ import pickle
 import pickletools
 import re
 import struct
-import tarfile
 import warnings
 import zipfile
 from collections.abc import Collection, Iterable, Iterator
@@ -23,14 +22,13 @@ import torch
 from lockstep.errors import CheckpointError
 
 LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""First bytes of files of `torch.save` before torch 1.6, which are not zip archives."""
+"""First bytes of files of `torch.save` before torch 1.6, which are not zip archives and are not read."""
 UNREADABLE = (
     *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError),
     *(RuntimeError, TypeError, ValueError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile),
 )
 """What torch's readers raise for a damaged file: nearly any error, because any byte may be wrong."""
 
-_LEGACY_PARTS = 5
 _SHOWN = 6
 _MAX_UNPACKED_BYTES = 1 << 30
 _MAX_UNPACKED_PICKLE_BYTES = 1 << 24
@@ -74,10 +72,6 @@ def read_archive(path: Path) -> Any:
     return _load(path, mmap=all(entry.compress_type == zipfile.ZIP_STORED for entry in entries))
 
 
-def read_legacy(path: Path) -> Any:
-    return _load(path, mmap=False)
-
-
 def refuse_pickle(path: Path, form: str) -> CheckpointError:
     """Return the error for a pickle that torch.save did not write, or that cannot be read safely."""
     return CheckpointError(f"{_describe_refusal(path, form, named_globals(path))} (LS721)")
@@ -87,16 +81,11 @@ def named_globals(path: Path) -> set[str]:
     """Return the globals that a pickle would import, without importing or calling anything."""
     found: set[str] = set()
     # Scanning a damaged pickle raises. The globals found before that are returned.
-    with contextlib.suppress(*UNREADABLE, tarfile.TarError), warnings.catch_warnings():
+    with contextlib.suppress(*UNREADABLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for stream in _pickles(path):
             _collect_globals(stream, found)
     return found
-
-
-def is_tar(head: bytes) -> bool:
-    """Return whether a file with these first 512 bytes is an uncompressed tar archive."""
-    return head[257:262] == b"ustar"
 
 
 def _check_unpacked(path: Path, entries: Collection[zipfile.ZipInfo], limit: int) -> None:
@@ -107,11 +96,6 @@ def _check_unpacked(path: Path, entries: Collection[zipfile.ZipInfo], limit: int
             f"{path} has {packed:,} compressed bytes and would take {unpacked:,} bytes when unpacked, so it was not "
             "read. If it comes from a safe source, unpack it and zip it again without compression (zip -0). (LS728)"
         )
-
-
-def _first_bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(512)
 
 
 def _load(path: Path, *, mmap: bool) -> Any:
@@ -179,15 +163,9 @@ def _pickles(path: Path) -> Iterator[IO[bytes]]:
                 if name.endswith(".pkl"):
                     with archive.open(name) as member:
                         yield member
-    elif is_tar(_first_bytes(path)):
-        with tarfile.open(path, "r:") as tar:
-            inner = tar.extractfile("pickle")
-            if inner is not None:
-                yield inner
     else:
         with path.open("rb") as file:
-            for _ in range(_LEGACY_PARTS):  # five pickles: magic number, version, system, content, keys
-                yield file
+            yield file
 
 
 def _collect_globals(stream: IO[bytes], found: set[str]) -> None:

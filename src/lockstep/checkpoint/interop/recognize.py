@@ -12,18 +12,21 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lockstep.checkpoint.file import MANIFEST_KEY, load_checkpoint
+from lockstep.checkpoint.file import load_checkpoint
 from lockstep.checkpoint.interop.folders import INDEX_SUFFIX, METADATA_NAME, find_weight_files
 from lockstep.checkpoint.interop.locate import find_weights, split_extra
-from lockstep.checkpoint.interop.pickled import LEGACY_MAGIC, is_tar, read_archive, read_legacy, refuse_pickle
+from lockstep.checkpoint.interop.pickled import LEGACY_MAGIC, read_archive, refuse_pickle
 from lockstep.checkpoint.manifest import decode_state
-from lockstep.checkpoint.step_files import find_last_by_name
+from lockstep.checkpoint.step_files import MANIFEST_KEY, find_last_by_name
 from lockstep.errors import CheckpointError
 
 _SIGNATURE_BYTES = 512
+_TAR_NAME_AT = 257
 _SHARDING_KEY = "DCP_SHARDING_INFO"
 _LIGHTNING_KEY = "pytorch-lightning_version"
+_SAVE_AGAIN = "with a current torch, torch.save(torch.load(FILE, weights_only=True), 'weights.pt')"
 _OTHER_FORMATS = (
+    (LEGACY_MAGIC, f"a file of torch.save before torch 1.6, which is not a zip archive: {_SAVE_AGAIN}"),
     (b"version https://git-lfs", "a git-lfs pointer: fetch the file itself with git lfs pull"),
     (b"\x1f\x8b", "compressed with gzip: unpack it"),
     (b"\x28\xb5\x2f\xfd", "compressed with zstd: unpack it"),
@@ -162,13 +165,9 @@ def _read_file(path: Path) -> _Content:
         raise CheckpointError(f"{path} is empty. Copy or download it again. (LS720)")
     if head.startswith(b"PK"):
         return _name_torch(read_archive(path))
-    if head.startswith(LEGACY_MAGIC) or LEGACY_MAGIC.startswith(head):
-        return _name_torch(read_legacy(path))
     if head[8:9] == b"{":
         return _read_safetensors(path, int.from_bytes(head[:8], "little"), size)
-    if is_tar(head):
-        raise refuse_pickle(path, "a tar archive of torch before 0.1.10, or of other files,")
-    if head[:1] == b"\x80":
+    if head[:1] == b"\x80" and not head.startswith(LEGACY_MAGIC):
         raise refuse_pickle(path, "a plain pickle")
     raise CheckpointError(f"{_describe_unknown(path, head)} (LS720)")
 
@@ -218,6 +217,8 @@ def _describe_unknown(path: Path, head: bytes) -> str:
     for magic, words in _OTHER_FORMATS:
         if head.startswith(magic):
             return f"{path} is {words}."
+    if head[_TAR_NAME_AT:].startswith(b"ustar"):
+        return f"{path} is a tar archive: unpack it, and name the file that holds the weights."
     text = head.lstrip().lower()
     if text.startswith((b"<!doctype", b"<html", b"<?xml")):
         return f"{path} is a web page, not weights: the download asked for a login or failed. Download it again."
