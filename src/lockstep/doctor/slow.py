@@ -180,8 +180,10 @@ def _time_use(
     total = end - begin
     phases = table[table["kind"] == EventKind.PHASE]
 
+    is_within = (table["end"] > 0) & (table["begin"] >= begin) & (table["end"] <= end)
+
     def spent(kind: EventKind) -> int:
-        rows = table[(table["kind"] == kind) & (table["end"] > 0) & (table["begin"] >= begin) & (table["end"] <= end)]
+        rows = table[is_within & (table["kind"] == kind)]
         return int((rows["end"] - rows["begin"]).sum())
 
     def in_phase(number: int) -> int:
@@ -192,10 +194,8 @@ def _time_use(
     waiting, transferring, num_last, num = _split(own, last, begin - offset, end - offset)
     joint = spent(EventKind.REDUCING) + in_phase(_AGREE)
     waiting_part = waiting / max(waiting + transferring, 1)
-    if not last:
-        waiting_part = 0.0
     work = spent(EventKind.SHARD) or _forward_and_backward(table, begin, end)
-    saving = table[(table["kind"] == EventKind.SAVING) & (table["end"] > 0) & (table["begin"] >= begin)]
+    saving = table[is_within & (table["kind"] == EventKind.SAVING)]
     is_blocking = np.array([file.text(int(place)) != "write" for place in saving["text"]], dtype=bool)
     is_shard = (table["kind"] == EventKind.SHARD) & (table["begin"] >= begin) & (table["begin"] < end)
     nanoseconds = {
@@ -220,17 +220,15 @@ def _time_use(
         begin_ns=begin,
         shards_per_step=int(is_shard.sum()) / (len(starts) - 1),
         samples_per_step=int(table["size"][is_shard].sum()) / (len(starts) - 1),
-        callback=_longest_callback(file, begin),
+        callback=_longest_callback(file, table[is_within & (table["kind"] == EventKind.CALLBACK)]),
     )
 
 
-def _longest_callback(file: FileEvents, begin: int) -> str:
-    table = file.table
-    rows = table[(table["kind"] == EventKind.CALLBACK) & (table["end"] > 0) & (table["begin"] >= begin)]
-    spent: dict[int, int] = {}
+def _longest_callback(file: FileEvents, rows: NDArray[Any]) -> str:
+    spent: Counter[int] = Counter()
     for place, nanoseconds in zip(rows["text"].tolist(), (rows["end"] - rows["begin"]).tolist(), strict=True):
-        spent[place] = spent.get(place, 0) + nanoseconds
-    return file.text(max(spent, key=lambda place: spent[place])) if spent else ""
+        spent[place] += nanoseconds
+    return file.text(spent.most_common(1)[0][0]) if spent else ""
 
 
 def _step_starts(table: NDArray[Any]) -> NDArray[Any]:

@@ -5,12 +5,13 @@ Of a worker: its state, and sums of what it has used. Of others: who takes the c
 
 import os
 import platform
-import pwd
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
+
+import psutil
 
 from lockstep.doctor.finding import is_running, read_headers
 from lockstep.processes.host import boot_id
@@ -47,14 +48,12 @@ _AT_REST: Final = 0.01
 """A process that uses less of a core does nothing; a thread that waits for the GIL looks again and again, for less."""
 _MAY_BE_INTERRUPTED: Final = {"futex", "read"}
 """System calls that go on after a signal handler by themselves."""
-
-
 _FEWEST_CORES: Final = 0.5
 """With less than this together neighbours are not mentioned."""
 _LEAST: Final = 0.1
 """A process that uses less of a core is no neighbour."""
 _MOST_NAMES: Final = 3
-_TICK_NS: Final = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+_TICK_NS: Final = 1_000_000_000 // _TICKS_PER_SECOND
 GROWING: Final = (
     *("cpu_ns", "core_wait_ns", "throttled_ns", "switches", "forced_switches", "major_faults", "read_bytes"),
     "disk_wait_ns",
@@ -190,8 +189,7 @@ def _call_words(folder: Path) -> list[str]:
 @dataclass(frozen=True, slots=True)
 class ProcessTimes:
     parent: int
-    ticks: int
-    """Time on cores, in ticks."""
+    cpu_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,15 +205,12 @@ class Neighbour:
 
 
 def read_process_times() -> dict[int, ProcessTimes]:
-    found: dict[int, ProcessTimes] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            try:
-                words = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            except OSError:  # it has ended
-                continue
-            found[int(folder.name)] = ProcessTimes(int(words[1]), int(words[11]) + int(words[12]))
-    return found
+    looks = psutil.process_iter(["ppid", "cpu_times"])
+    return {
+        each.pid: ProcessTimes(each.info["ppid"], each.info["cpu_times"].user + each.info["cpu_times"].system)
+        for each in looks
+        if each.info["cpu_times"] is not None  # this user may not see it
+    }
 
 
 def find_neighbours(
@@ -229,9 +224,10 @@ def find_neighbours(
     for pid, times in after.items():
         if pid not in before or _is_of(pid, after, job):
             continue
-        cores = (times.ticks - before[pid].ticks) / _TICKS_PER_SECOND / seconds
+        cores = (times.cpu_seconds - before[pid].cpu_seconds) / seconds
         if cores >= _LEAST:
-            found.append(Neighbour(pid=pid, user=_user(pid), program=_program(pid), cores=cores))
+            user, program = _owner_and_program(pid)
+            found.append(Neighbour(pid=pid, user=user, program=program, cores=cores))
     return sorted(found, key=lambda each: -each.cores)
 
 
@@ -256,21 +252,12 @@ def _is_of(pid: int, processes: Mapping[int, ProcessTimes], job: Collection[int]
     return False
 
 
-def _user(pid: int) -> str:
+def _owner_and_program(pid: int) -> tuple[str, str]:
     try:
-        number = Path(f"/proc/{pid}").stat().st_uid
-        return pwd.getpwuid(number).pw_name
-    except OSError:  # it has ended
-        return "?"
-    except KeyError:
-        return str(number)
-
-
-def _program(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return "?"
+        process = psutil.Process(pid)
+        return process.username(), process.name()
+    except psutil.Error:  # it has ended
+        return "?", "?"
 
 
 @final
@@ -285,12 +272,13 @@ class UsageEvents:
         now = time.monotonic()
         if now < self._next:
             return
-        boot = boot_id()
+        boot, has_workers = boot_id(), False
         for header in read_headers(recording):
             if header.worker >= 0 and header.boot == boot and not header.ended_ns and is_running(header):
+                has_workers = True
                 for name, value in read_usage(header.pid).items():
                     self._recorder.mark(EventKind.USAGE, header.pid, value, self._recorder.text(name))
-                self._pause = min(self._pause + 1.0, _LONGEST_PAUSE)
+        self._pause = min(self._pause + has_workers, _LONGEST_PAUSE)
         self._next = now + self._pause
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,14 @@ def test_more_work_is_named_and_not_the_communication_that_only_its_rank_sees() 
     assert (found.bound, found.behind) == ("forward and backward", 1)
     assert "Its forward and backward takes 3.0 times as long as that of the others." in found.text
     assert "It has more work: 1.0 shards with 48 samples in a step, the others 16 samples." in found.text
+
+
+def test_a_save_after_the_last_step_counts_in_none() -> None:
+    # It was divided by the time of the steps before it: saving took 1,200% of the time, and bounded the step.
+    file = recorded(0, EVEN, EVEN)
+    save = np.array([(1000, 2000, 12_000, EventKind.SAVING, 0, 0, 0, 0)], EVENT_TYPE)
+    with_save = replace(file, table=np.concatenate([file.table, save]))
+    assert find_slow([with_save]).text == find_slow([file]).text
 
 
 def test_few_steps_say_nothing() -> None:

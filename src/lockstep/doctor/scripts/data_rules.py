@@ -9,6 +9,7 @@ from lockstep.doctor.scripts.source import (
     Level,
     ScriptFinding,
     ScriptSource,
+    has_backward,
     has_unknown_arguments,
     keyword,
     last_name,
@@ -86,9 +87,7 @@ def _trained_names(source: ScriptSource) -> set[str]:
     """Return the names of what is looped over in loops with a backward, and of loops over a call."""
     found: set[str] = set()
     for loop in ast.walk(source.tree):
-        if not isinstance(loop, ast.For):
-            continue
-        if any(isinstance(each, ast.Call) and last_name(each.func) == "backward" for each in ast.walk(loop)):
+        if isinstance(loop, ast.For) and has_backward(loop):
             found.add(f"loop {loop.lineno}")
             found.update(last_name(each) for each in ast.walk(loop.iter) if isinstance(each, ast.Name | ast.Attribute))
     return found - {""}
@@ -176,11 +175,9 @@ def _is_passed_on(source: ScriptSource, sampler: ast.Call) -> bool:
 
 def _epoch_loop(source: ScriptSource) -> ast.For | None:
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.For) and re.search(
-            r"epoch", ast.unparse(node.target) + ast.unparse(node.iter), re.IGNORECASE
-        ):
-            is_one = ast.unparse(node.iter) == "range(1)"
-            if not is_one and isinstance(node.target, ast.Name):
+        if isinstance(node, ast.For) and isinstance(node.target, ast.Name):
+            counted = ast.unparse(node.iter)
+            if counted != "range(1)" and re.search(r"epoch", node.target.id + counted, re.IGNORECASE):
                 return node
     return None
 
@@ -217,9 +214,7 @@ def _evaluated_names(source: ScriptSource) -> set[str]:
     """Return the names of what is looped over without gradients."""
     found: set[str] = set()
     for loop in ast.walk(source.tree):
-        if not isinstance(loop, ast.For) or any(
-            isinstance(each, ast.Call) and last_name(each.func) == "backward" for each in ast.walk(loop)
-        ):
+        if not isinstance(loop, ast.For) or has_backward(loop):
             continue
         around = [each for each in source.ancestors(loop) if isinstance(each, ast.With)]
         inside = [each for each in ast.walk(loop) if isinstance(each, ast.With)]

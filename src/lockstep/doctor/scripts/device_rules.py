@@ -2,9 +2,9 @@
 
 import ast
 from collections.abc import Iterator
-from typing import Final
 
 from lockstep.doctor.scripts.source import (
+    WRAPPERS,
     Level,
     ScriptFinding,
     ScriptSource,
@@ -14,12 +14,10 @@ from lockstep.doctor.scripts.source import (
     with_keyword,
 )
 
-_WRAPPERS: Final = ("DistributedDataParallel", "DDP")
-
 
 def check_devices(source: ScriptSource) -> Iterator[ScriptFinding]:
     for call in source.calls:
-        if source.is_call_of(call, *_WRAPPERS):
+        if source.is_call_of(call, *WRAPPERS):
             yield from _check_device_ids(source, call)
         elif source.full_name(call.func) == "torch.cuda.set_device" and call.args:
             yield from _check_set_device(call)
@@ -32,31 +30,26 @@ def _check_device_ids(source: ScriptSource, call: ast.Call) -> Iterator[ScriptFi
     ids = keyword(call, "device_ids")
     if not isinstance(ids, ast.List | ast.Tuple) or _hides_devices(source):
         return
+    mended = "[local_rank]"
     if len(ids.elts) > 1:
-        yield ScriptFinding(
-            rule="device-ids",
-            level=Level.MISTAKE,
-            line=ids.lineno,
-            text="A rank's wrapper takes one device; several are for a model that one process divides.",
-            mended=with_keyword(call, device_ids="[local_rank]"),
-        )
+        text = "A rank's wrapper takes one device; several are for a model that one process divides."
     elif ids.elts and isinstance(ids.elts[0], ast.Constant):
-        yield ScriptFinding(
-            rule="device-ids",
-            level=Level.MISTAKE,
-            line=ids.lineno,
-            text=f"Every rank uses device {ast.unparse(ids.elts[0])}.",
-            mended=with_keyword(call, device_ids="[local_rank]"),
-        )
+        text = f"Every rank uses device {ast.unparse(ids.elts[0])}."
     elif ids.elts and _is_global_rank(source, ids.elts[0]):
-        yield ScriptFinding(
-            rule="device-ids",
-            level=Level.MISTAKE,
-            line=ids.lineno,
-            text="Devices are numbered on each host, and this is the rank in the whole job: on a second host there is "
-            "no such device.",
-            mended=with_keyword(call, device_ids='[int(os.environ["LOCAL_RANK"])]'),
+        text = (
+            "Devices are numbered on each host, and this is the rank in the whole job: on a second host there is "
+            "no such device."
         )
+        mended = '[int(os.environ["LOCAL_RANK"])]'
+    else:
+        return
+    yield ScriptFinding(
+        rule="device-ids",
+        level=Level.MISTAKE,
+        line=ids.lineno,
+        text=text,
+        mended=with_keyword(call, device_ids=mended),
+    )
 
 
 def _is_global_rank(source: ScriptSource, node: ast.expr) -> bool:

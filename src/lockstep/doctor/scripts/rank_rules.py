@@ -5,7 +5,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from lockstep.doctor.scripts.source import Level, ScriptFinding, ScriptSource, keyword, last_name
+from lockstep.doctor.scripts.source import (
+    WRAPPERS,
+    Level,
+    ScriptFinding,
+    ScriptSource,
+    has_backward,
+    keyword,
+    last_name,
+)
 
 _COLLECTIVES: Final = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
@@ -13,7 +21,6 @@ _COLLECTIVES: Final = {
     *("gather_into_tensor", "gather_single", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
     *("scatter", "scatter_object_list"),
 }
-_WRAPPERS: Final = ("DistributedDataParallel", "DDP")
 _SAVING: Final = {"save_pretrained", "save_model", "save_file"}
 _AUGMENTING: Final = re.compile(r"transforms(\.v2)?\.(Random\w+|ColorJitter|AutoAugment|TrivialAugment\w*|AugMix)")
 _SEEDING: Final = {"manual_seed", "manual_seed_all", "seed_everything", "set_seed", "seed_all"}
@@ -133,11 +140,7 @@ def _check_printing(source: ScriptSource) -> Iterator[ScriptFinding]:
         if not (isinstance(call.func, ast.Name) and call.func.id == "print"):
             continue
         loops = [each for each in source.ancestors(call) if isinstance(each, ast.For | ast.While)]
-        trains = any(
-            isinstance(each, ast.Call) and last_name(each.func) == "backward"
-            for loop in loops
-            for each in ast.walk(loop)
-        )
+        trains = any(map(has_backward, loops))
         if trains and not source.is_guarded(call) and not source.mentions_rank(call, 1):
             yield ScriptFinding(
                 rule="printed-by-all",
@@ -198,7 +201,7 @@ def _owner(call: ast.Call) -> str:
 def _wrapped_names(source: ScriptSource) -> dict[str, list[ast.expr]]:
     """Return the names to which a wrapper was assigned, with the calls that made it."""
     made = {
-        name: [value for value in values if source.is_call_of(value, *_WRAPPERS)]
+        name: [value for value in values if source.is_call_of(value, *WRAPPERS)]
         for name, values in source.assigned.items()
     }
     return {name: calls for name, calls in made.items() if calls}

@@ -15,6 +15,7 @@ _RANK: Final = re.compile(
 _RANK_CALLS: Final = re.compile(
     r"rank|is_main|is_master|is_chief|process_zero|process_index|on_main|on_master|global_zero", re.IGNORECASE
 )
+WRAPPERS: Final = ("DistributedDataParallel", "DDP")
 _RANK_VARIABLES: Final = {"RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"}
 
 
@@ -182,6 +183,10 @@ class ScriptSource:
     def line(self, node: ast.AST) -> str:
         """Return the first line of a node as it stands in the script, without indentation."""
         return self.lines[getattr(node, "lineno", 1) - 1].strip()
+
+
+def has_backward(loop: ast.AST) -> bool:
+    return any(isinstance(each, ast.Call) and last_name(each.func) == "backward" for each in ast.walk(loop))
 
 
 def last_name(node: ast.expr) -> str:
