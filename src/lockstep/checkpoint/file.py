@@ -30,8 +30,8 @@ from lockstep.checkpoint.header import (
     header_length,
 )
 from lockstep.checkpoint.manifest import NETWORKS_PREFIX, Checkpoint, Manifest
-from lockstep.checkpoint.step_files import MANIFEST_KEY
-from lockstep.errors import CheckpointError
+from lockstep.checkpoint.step_files import MANIFEST_KEY, find_checkpoints
+from lockstep.errors import CheckpointError, LaterFormatError
 from lockstep.torch_private.modules import byte_view
 
 Pause = Callable[[], None]
@@ -167,6 +167,29 @@ def read_verified_manifest(path: Path) -> Manifest:
     if damaged:
         raise CheckpointError(f"{path} is damaged: {describe_damaged(damaged)} not as written. (LS702)")
     return manifest
+
+
+def find_newest_intact(folder: Path, on_damaged: Callable[[CheckpointError], None]) -> tuple[Path, Manifest]:
+    """Return the intact checkpoint of a run after the most steps; reads every byte of the files it tries.
+
+    `on_damaged` is called with the error of each damaged one before it; one of a later format raises LaterFormatError.
+    """
+    found = find_checkpoints(folder)
+    if not found:
+        raise CheckpointError(
+            f"{folder} holds no checkpoint. Give a checkpoint file, or the directory of a run that has saved "
+            "one. (LS701)"
+        )
+    for path in found:
+        try:
+            return path, read_verified_manifest(path)
+        except LaterFormatError:
+            raise
+        except CheckpointError as error:
+            if path == found[-1]:
+                raise
+            on_damaged(error)
+    raise AssertionError("unreachable: the last checkpoint is returned, or its error raised")
 
 
 def _read_verified_header(path: Path) -> tuple[Header, Manifest]:

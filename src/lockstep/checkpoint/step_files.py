@@ -3,14 +3,10 @@
 import json
 import re
 import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lockstep.errors import CheckpointError, LaterFormatError
-
-if TYPE_CHECKING:
-    from lockstep.checkpoint.manifest import Manifest
+from lockstep.errors import CheckpointError
 
 MANIFEST_KEY = "lockstep"
 """Key of the manifest in the `__metadata__` of the safetensors header."""
@@ -43,31 +39,6 @@ def find_checkpoints(folder: Path) -> list[Path]:
 def find_last_by_name(folder: Path) -> Path | None:
     """Return the checkpoint of a run after the most steps, by its file name alone; None if there is none."""
     return next(iter(find_checkpoints(folder)), None)
-
-
-def find_newest_intact(folder: Path, on_damaged: Callable[[CheckpointError], None]) -> "tuple[Path, Manifest]":
-    """Return the intact checkpoint of a run after the most steps; reads every byte of the files it tries.
-
-    `on_damaged` is called with the error of each damaged one before it; one of a later format raises LaterFormatError.
-    """
-    from lockstep.checkpoint.file import read_verified_manifest  # imports torch, which names do not need
-
-    found = find_checkpoints(folder)
-    if not found:
-        raise CheckpointError(
-            f"{folder} holds no checkpoint. Give a checkpoint file, or the directory of a run that has saved "
-            "one. (LS701)"
-        )
-    for path in found:
-        try:
-            return path, read_verified_manifest(path)
-        except LaterFormatError:
-            raise
-        except CheckpointError as error:
-            if path == found[-1]:
-                raise
-            on_damaged(error)
-    raise AssertionError("unreachable: the last checkpoint is returned, or its error raised")
 
 
 def peek_manifest(path: Path) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from lockstep.checkpoint.atomic_write import atomic_write
 from lockstep.checkpoint.step_files import (
     checkpoint_name,
     find_checkpoints,
-    find_newest_intact,
     global_step_of,
     is_checkpoint_name,
     peek_manifest,
@@ -178,6 +177,7 @@ def _find_directory(wanted: OpenRequest) -> Path | None:
 
 def _find_source(wanted: OpenRequest, run_dir: Path | None, warn: Tell) -> SourceCheckpoint:
     from lockstep.checkpoint import read_manifest
+    from lockstep.checkpoint.file import find_newest_intact
 
     path = Path(wanted.resumed) if wanted.resumed else run_dir
     assert path is not None
