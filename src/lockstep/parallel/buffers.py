@@ -65,7 +65,9 @@ class ModuleBuffers:
             self._find_layers()
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
-        for prefix, registry in self._registries:
+        if not any(self._registries):
+            return found
+        for prefix, registry in zip(self._prefixes, self._registries, strict=True):
             for key, buffer in registry.items() if registry else ():
                 if buffer is None or id(buffer) in seen or prefix + key in self._model.ignored:
                     continue
@@ -79,7 +81,8 @@ class ModuleBuffers:
         self._children: list[dict[str, Any]] = [module_registry(layer) for _, layer in named]
         self._lengths = list(map(len, self._children))
         self._held = list(chain.from_iterable(map(dict.values, self._children)))
-        self._registries = [(f"{name}." if name else "", buffer_registry(layer)) for name, layer in named]
+        self._prefixes = [f"{name}." if name else "" for name, _ in named]
+        self._registries = [buffer_registry(layer) for _, layer in named]
 
 
 def broadcast_model(model: TrainedModel, group: ProcessGroup, source: int, *, with_buffers: bool) -> None:

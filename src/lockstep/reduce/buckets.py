@@ -233,7 +233,8 @@ class DenseBucket:
     def reset(self) -> None:
         self.num_pending = len(self.slots)
         for slot in self.slots:
-            slot.reset()
+            slot.has_arrived = slot.is_scaled = False
+            slot.kept = None
         while self._elsewhere:
             slot = self._elsewhere.pop()
             if not slot.is_shared:

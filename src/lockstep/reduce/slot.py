@@ -165,11 +165,6 @@ class Slot:
         elif self.kept is not None:
             self.place.copy_(self.kept)
 
-    def reset(self) -> None:
-        self.has_arrived = False
-        self.is_scaled = False
-        self.kept = None
-
     def _write_reduced(self) -> None:
         if self.lies_in_bucket:
             self.parameter.grad = self.place

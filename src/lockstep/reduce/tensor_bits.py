@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from operator import attrgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -46,14 +46,13 @@ _GLANCE_ELEMENTS = 1 << 14
 """Of a larger tensor a glance sees about so many elements."""
 _SMALL_ELEMENTS = 1 << 14
 """Tensors below are put together first: a call of its own would take longer than the copying."""
-_CHUNK_ELEMENTS = 1 << 17
-"""So many elements per thread stay in the processor's cache between two operations."""
+_CHUNK_ELEMENTS = 1 << 18
+"""So many elements per thread stay in the processor's cache between two operations, and take longer than the calls."""
 Whole = TypeVar("Whole", int, Tensor)
 _NUMBERS_SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """What sums of these are kept in, which would overflow soon."""
 
 
-@torch.no_grad()
 def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
     """Return a number for tensors in their order, without waiting for a device (local). [Note: one hash]."""
     number = _number(list(tensors), ())
@@ -65,9 +64,8 @@ def glance_at_bits(*tensors: Tensor) -> int:
 
     On an asynchronous device this waits for it.
     """
-    with torch.no_grad():
-        # The whole shape counts, whatever is seen of it.
-        return int(_number(list(map(_glance, tensors)), tuple([each.shape for each in tensors])))
+    # The whole shape counts, whatever is seen of it.
+    return int(_number(list(map(_glance, tensors)), tuple([each.shape for each in tensors])))
 
 
 def _number(tensors: Sequence[Tensor], further: tuple[torch.Size, ...]) -> Tensor | int:
@@ -76,15 +74,21 @@ def _number(tensors: Sequence[Tensor], further: tuple[torch.Size, ...]) -> Tenso
         tensors = [part for each in tensors for part in _strided_parts(each)]
     layout = _number_layout(tuple([(each.dtype, each.shape) for each in tensors]), further)
     small = [each for each in tensors if each.numel() < _SMALL_ELEMENTS]
-    if all(map(_IS_CPU, tensors)):
-        # In whole numbers of Python, which takes a few of these instead of operations on a few elements.
-        sums = _sum_bytes(b"".join(map(_read_bytes, small))) if small else []
-        if len(small) < len(tensors):
+    if not all(map(_IS_CPU, tensors)):
+        return _number_on_device(tensors, small, layout)
+    # In whole numbers of Python, which takes a few of these instead of operations on a few elements.
+    sums = _sum_bytes(b"".join(map(_read_bytes, small))) if small else []
+    if len(small) < len(tensors):
+        with torch.no_grad():
             sums += [int(each) for large in _not_in(tensors, small) for each in _sum_blocks(_as_words(large))]
-        total = layout
-        for whole, weight in zip(sums, _list_weights(len(sums)), strict=True):
-            total += (whole ^ whole >> 32) * weight
-        return _upper_bits(total)
+    total = layout
+    for whole, weight in zip(sums, _list_weights(len(sums)), strict=True):
+        total += (whole ^ whole >> 32) * weight
+    return _upper_bits(total)
+
+
+@torch.no_grad()
+def _number_on_device(tensors: Sequence[Tensor], small: Sequence[Tensor], layout: int) -> Tensor | int:
     home = tensors[0].device
     flats = [_as_words(each) for each in _not_in(tensors, small)]
     if small:
@@ -115,7 +119,7 @@ def _number_layout(layout: object, further: object) -> int:
 def _strided_parts(tensor: Tensor) -> Sequence[Tensor]:
     if not tensor.is_sparse:
         return (tensor,)
-    whole = tensor.coalesce()
+    whole = tensor.detach().coalesce()
     return whole.indices(), whole.values()
 
 
@@ -141,16 +145,16 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def _read_bytes(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor on the CPU, as a rule without an operation of torch for each."""
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        tensor = _as_bytes(tensor)
+        tensor = _as_bytes(tensor.detach())
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
 
 
 def _sum_bytes(read: bytes) -> list[int]:
     """Return what `_sum_blocks` does, of the bytes of small tensors."""
-    words = np.frombuffer(read + b"\0" * (-len(read) % _WORD_BYTES), np.int32)
-    weights = _weights_of_cpu(_BLOCK_WORDS).numpy()
-    parts = (words[start : start + _BLOCK_WORDS] for start in range(0, len(words), _BLOCK_WORDS))
-    return [int(np.dot(part.astype(np.int64), weights[: len(part)])) for part in parts]
+    words = np.frombuffer(read + b"\0" * (-len(read) % _WORD_BYTES), np.int32).astype(np.int64)
+    weights = _weights_of_blocks()
+    starts = range(0, len(words), _BLOCK_WORDS)
+    return [int(words[start : start + _BLOCK_WORDS].dot(weights[: len(words) - start])) for start in starts]
 
 
 def _sum_blocks(words: Tensor) -> list[Tensor]:
@@ -184,6 +188,11 @@ def _weights_of_cpu(number: int) -> Tensor:
     return _make_weights(number, torch.device("cpu"))
 
 
+@cache
+def _weights_of_blocks() -> "np.ndarray[Any, np.dtype[np.int64]]":
+    return _weights_of_cpu(_BLOCK_WORDS).numpy()
+
+
 def _make_weights(number: int, device: torch.device) -> Tensor:
     """Return the first outputs of SplitMix64 (Steele et al., OOPSLA 2014)."""
     found = torch.arange(1, number + 1, device=device) * _signed(0x9E3779B97F4A7C15)
@@ -200,7 +209,7 @@ def _glance(tensor: Tensor) -> Tensor:
     if tensor.is_sparse or tensor.nbytes <= _GLANCE_BYTES:
         return tensor
     # An odd step, so that it does not fall on one column of a matrix again and again.
-    return tensor.reshape(-1)[:: tensor.numel() // _GLANCE_ELEMENTS | 1]
+    return tensor.detach().reshape(-1)[:: tensor.numel() // _GLANCE_ELEMENTS | 1]
 
 
 @torch.no_grad()
