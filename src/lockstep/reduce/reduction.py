@@ -1,16 +1,4 @@
-"""How one bucket is reduced: the mean over a group, what a user's communication hook makes of it, or sums over shards.
-
-A reduction is one call (`all_reduce`) and in two halves, between which each rank has only its own segment of the
-result, as an optimizer that is sharded over the ranks wants it:
-
-    message of 7 elements, 3 ranks     | 0 1 2 | 3 4 5 | 6 |      segments: equal lengths, but for the last ones
-    reduce_scatter on rank 1                   | r r r |          the rest of its message is left as it was
-    all_gather                         | r r r | r r r | r |
-
-`all_gather` after `reduce_scatter` gives the bits of `all_reduce` wherever the group adds an element in the same order
-in either call: in the order of the tree always, and by the groups of Gloo and shared memory. NCCL chooses an algorithm
-per call, so there the bits may differ, as they may between two of its all-reduces of different lengths.
-"""
+"""How one bucket is reduced: the mean over a group, what a user's hook makes of it, or sums over shards."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,12 +13,9 @@ from lockstep.comm import OrderedReductions, World, calls_for
 from lockstep.errors import GroupError, ReductionError
 from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.partials import Partials
-from lockstep.shards import Node, add_in_tree_order
+from lockstep.shards import Node
 from lockstep.torch_private.groups import AnyFuture, count_calls
 
-# Names of torch 2.13, which deprecates those of the torch before it.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Finish = Callable[[], object]
 """Waits until what was started has ended; on a GPU the current stream waits for that."""
 
@@ -53,12 +38,6 @@ class BucketReduction(Protocol):
     def all_reduce(self, bucket: Bucket, *, index: int, is_last: bool, waits: bool) -> Finish:
         """Start to reduce a bucket whose message is ready; `waits` if the caller waits at once (collective)."""
 
-    def reduce_scatter(self, bucket: Bucket, *, index: int, is_last: bool) -> Finish:
-        """Start to reduce this rank's segment of a bucket, see `own_segment` (collective)."""
-
-    def all_gather(self, bucket: Bucket) -> Finish:
-        """Start to overwrite each segment of a bucket with that of the rank whose it is (collective)."""
-
     def expect_nothing(self) -> None:
         """Let this rank's part of what is still to be reduced be empty."""
 
@@ -80,23 +59,6 @@ class MeanReduction:
 
     def all_reduce(self, bucket: Bucket, *, index: int, is_last: bool, waits: bool) -> Finish:  # noqa: ARG002
         return start_all_reduce(bucket.message, self._world.group, waits=waits)
-
-    def reduce_scatter(self, bucket: Bucket, *, index: int, is_last: bool) -> Finish:  # noqa: ARG002
-        message = dense_message(bucket)
-        size = segment_length(message, self._world)
-        padded = _padded(message, size * self._world.world_size)
-        total = torch.empty(size, dtype=message.dtype, device=message.device)
-        work = _reduce_scatter(total, padded, group=self._world.group, async_op=True)
-
-        def finish() -> None:
-            wait_for(work)
-            own = own_segment(message, self._world)
-            own.copy_(total[: own.numel()])
-
-        return finish
-
-    def all_gather(self, bucket: Bucket) -> Finish:
-        return gather_segments(dense_message(bucket), self._world)
 
     def expect_nothing(self) -> None:
         """Do nothing: what `.grad` holds is sent, whatever it is."""
@@ -202,14 +164,6 @@ class HookReduction:
         self._calls_group = num_calls < 0 or count_calls(self._world.group) != num_calls
         return lambda: bucket.take(result_of(future))
 
-    def reduce_scatter(self, bucket: Bucket, *, index: int, is_last: bool) -> Finish:
-        """Call the hook, which reduces all of the bucket: a hook has no halves (collective)."""
-        return self.all_reduce(bucket, index=index, is_last=is_last, waits=False)
-
-    def all_gather(self, bucket: Bucket) -> Finish:
-        """Start to gather the segments, which may have been written since (collective)."""
-        return gather_segments(dense_message(bucket), self._world)
-
     def expect_nothing(self) -> None:
         """Do nothing: the hook sees what `.grad` holds, whatever it is."""
 
@@ -262,38 +216,6 @@ class TreeReduction:
         partials = dict(zip(self._nodes[self._world.rank], messages, strict=True))
         return self._ordered.start(partials, messages[-1], self._nodes, waits=waits)
 
-    def reduce_scatter(self, bucket: Bucket, *, index: int, is_last: bool) -> Finish:  # noqa: ARG002
-        """Start to send each rank the partials of its segment, and to add up those of this rank's (collective)."""
-        messages = self._messages(bucket)
-        message = messages[-1]
-        size, own = segment_length(message, self._world), own_segment(message, self._world)
-        sent = [
-            part
-            for parts in zip(*(_split(each, size, self._world) for each in messages), strict=True)
-            for part in parts
-        ]
-        num_received = sum(len(nodes) for nodes in self._nodes)
-        received = torch.empty(num_received * own.numel(), dtype=message.dtype, device=message.device)
-        work = dist.all_to_all_single(
-            received,
-            torch.cat(sent),
-            [len(nodes) * own.numel() for nodes in self._nodes],
-            [part.numel() * len(messages) for part in _split(message, size, self._world)],
-            group=self._world.group,
-            async_op=True,
-        )
-        nodes = [node for held in self._nodes for node in held]
-
-        def finish() -> None:
-            wait_for(work)
-            parts = dict(zip(nodes, received.view(num_received, own.numel()), strict=True))
-            own.copy_(add_in_tree_order(parts, self._num_shards, torch.add))
-
-        return finish
-
-    def all_gather(self, bucket: Bucket) -> Finish:
-        return gather_segments(dense_message(bucket), self._world)
-
     def _messages(self, bucket: Bucket) -> list[Tensor]:
         """Return what this rank holds of a bucket, in the order of its nodes."""
         if self._has_nothing:
@@ -305,60 +227,10 @@ class TreeReduction:
         return [*bucket.add(self._partials), bucket.message]
 
 
-def _split(message: Tensor, size: int, world: World) -> list[Tensor]:
-    return [message[size * rank : size * (rank + 1)] for rank in range(world.world_size)]
-
-
 def start_all_reduce(message: Tensor, group: ProcessGroup | None, *, waits: bool) -> Finish:
     """Start to add up a message (collective)."""
     work = dist.all_reduce(message, group=group, async_op=not waits)
     return _do_nothing if work is None else work.wait
-
-
-def gather_segments(message: Tensor, world: World) -> Finish:
-    """Start to overwrite each segment of a message with that of the rank whose it is (collective)."""
-    size = segment_length(message, world)
-    own = _padded(own_segment(message, world).clone(), size)
-    whole = _padded(message, size * world.world_size)
-    work = _all_gather(whole, own, group=world.group, async_op=True)
-
-    def finish() -> None:
-        wait_for(work)
-        if whole is not message:
-            message.copy_(whole[: message.numel()])
-
-    return finish
-
-
-def segment_length(message: Tensor, world: World) -> int:
-    """Return the length of the segments of a message, of which the last ones may be shorter."""
-    return -(-message.numel() // world.world_size)
-
-
-def own_segment(message: Tensor, world: World) -> Tensor:
-    """Return the part of a message that is this rank's after `reduce_scatter`."""
-    size = segment_length(message, world)
-    return message[size * world.rank : size * (world.rank + 1)]
-
-
-def dense_message(bucket: Bucket) -> Tensor:
-    """Return the message of a bucket that can be cut into segments."""
-    if bucket.message.is_sparse:
-        raise ReductionError(
-            f"The gradient of {bucket.slots[0].name} is sparse and cannot be divided among the ranks. Build the "
-            "embedding with sparse=False. (LS308)"
-        )
-    return bucket.message
-
-
-def wait_for(work: dist.Work | None) -> None:
-    """Wait for a collective; None is one that has ended."""
-    if work is not None:
-        work.wait()
-
-
-def _padded(tensor: Tensor, length: int) -> Tensor:
-    return tensor if tensor.numel() == length else torch.nn.functional.pad(tensor, (0, length - tensor.numel()))
 
 
 def _do_nothing() -> None:

@@ -371,12 +371,6 @@ def test_a_device_that_fails_when_a_bucket_is_sent_is_an_error_on_every_rank(
                     raise RuntimeError("CUDA error: device-side assert triggered")
                 return mean.all_reduce(bucket, index=index, is_last=is_last, waits=waits)
 
-            def reduce_scatter(self, bucket: Bucket, *, index: int, is_last: bool) -> Finish:
-                raise NotImplementedError
-
-            def all_gather(self, bucket: Bucket) -> Finish:
-                raise NotImplementedError
-
             def expect_nothing(self) -> None:
                 """Do nothing."""
 

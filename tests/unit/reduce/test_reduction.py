@@ -1,4 +1,4 @@
-"""How one bucket is reduced, whole and in halves: on threads as ranks, whose group changes its outputs in `wait()`."""
+"""How one bucket is reduced: on threads as ranks, whose group changes its outputs in `wait()`."""
 
 from typing import Any
 
@@ -9,12 +9,11 @@ from tests.support.threaded_ranks import run_ranks
 from torch import Tensor, nn
 
 from lockstep.comm import World
-from lockstep.errors import ReductionError
 from lockstep.reduce import BucketLimits, CommHook, HookReduction, MeanReduction, TrainedModel, TreeReduction
 from lockstep.reduce.buckets import Bucket, allocate_buckets
 from lockstep.reduce.partials import Gradients, Partials
 from lockstep.reduce.plan import plan_buckets
-from lockstep.reduce.reduction import BucketReduction, own_segment
+from lockstep.reduce.reduction import BucketReduction
 from lockstep.shards import add_in_tree_order, even_ranges, partial_nodes_by_size, plan_shard_tasks
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16]
@@ -43,34 +42,23 @@ def fill(bucket: Bucket, parameter: nn.Parameter, values: Tensor, scale: float) 
     bucket.prepare(scale)
 
 
-def reduced(world: World, reduction: BucketReduction, bucket: Bucket, *, in_halves: bool) -> Tensor:
-    if in_halves:
-        reduction.reduce_scatter(bucket, index=0, is_last=True)()
-        own = own_segment(bucket.message, world).clone()
-        bucket.message.fill_(-1)
-        own_segment(bucket.message, world).copy_(own)
-        reduction.all_gather(bucket)()
-    else:
-        reduction.all_reduce(bucket, index=0, is_last=True, waits=False)()
+def reduced(reduction: BucketReduction, bucket: Bucket) -> Tensor:
+    reduction.all_reduce(bucket, index=0, is_last=True, waits=False)()
     return bucket.message.clone()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("num_ranks", "length"), [(1, 5), (2, 8), (3, 7), (4, 2), (3, 9)])
-def test_the_mean_in_halves_has_the_bits_of_the_whole(num_ranks: int, length: int, dtype: torch.dtype) -> None:
-    def program(world: World) -> list[Tensor]:
-        found = []
-        for in_halves in (False, True):
-            bucket, parameter = bucket_of(length, dtype, world)
-            reduction = MeanReduction(world)
-            fill(bucket, parameter, numbers(world.rank, length, dtype), reduction.scale)
-            found.append(reduced(world, reduction, bucket, in_halves=in_halves))
-        return found
+def test_the_mean_is_that_of_all_ranks(num_ranks: int, length: int, dtype: torch.dtype) -> None:
+    def program(world: World) -> Tensor:
+        bucket, parameter = bucket_of(length, dtype, world)
+        reduction = MeanReduction(world)
+        fill(bucket, parameter, numbers(world.rank, length, dtype), reduction.scale)
+        return reduced(reduction, bucket)
 
     expected = sum(numbers(rank, length, torch.float64) for rank in range(num_ranks)) / num_ranks
-    for whole, halves in run_ranks(num_ranks, program, poisons=True):
-        assert torch.equal(whole, halves)
-        torch.testing.assert_close(whole.double(), expected, rtol=0.05, atol=500 if dtype is torch.bfloat16 else 0.05)
+    for found in run_ranks(num_ranks, program, poisons=True):
+        torch.testing.assert_close(found.double(), expected, rtol=0.05, atol=500 if dtype is torch.bfloat16 else 0.05)
 
 
 def test_averages_may_be_those_of_fewer_ranks() -> None:
@@ -79,7 +67,7 @@ def test_averages_may_be_those_of_fewer_ranks() -> None:
         reduction = MeanReduction(world)
         reduction.divide_by(2)
         fill(bucket, parameter, torch.ones(1), reduction.scale)
-        return reduced(world, reduction, bucket, in_halves=False).item()
+        return reduced(reduction, bucket).item()
 
     assert run_ranks(4, program) == [2.0] * 4
 
@@ -88,7 +76,7 @@ def shard_gradients(shard: int, length: int, dtype: torch.dtype) -> Tensor | Non
     return None if shard == 2 else numbers(10 + shard, length, dtype)
 
 
-def run_shards(world: World, num_shards: int, length: int, dtype: torch.dtype, *, in_halves: bool) -> Tensor:
+def run_shards(world: World, num_shards: int, length: int, dtype: torch.dtype) -> Tensor:
     ranges = even_ranges(world.world_size, num_shards)
     bucket, parameter = bucket_of(length, dtype, world)
     partials, tree = Partials(), TreeReduction(world, num_shards)
@@ -104,18 +92,16 @@ def run_shards(world: World, num_shards: int, length: int, dtype: torch.dtype, *
         bucket.prepare(tree.scale)
     else:
         fill(bucket, parameter, last, tree.scale)
-    return reduced(world, tree, bucket, in_halves=in_halves)
+    return reduced(tree, bucket)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("num_ranks", "num_shards"), [(1, 4), (2, 2), (2, 5), (3, 5), (3, 7), (4, 4)])
-def test_the_tree_has_one_sum_whole_and_in_halves_on_any_number_of_ranks(
-    num_ranks: int, num_shards: int, dtype: torch.dtype
-) -> None:
+def test_the_tree_has_one_sum_on_any_number_of_ranks(num_ranks: int, num_shards: int, dtype: torch.dtype) -> None:
     length = 11
 
-    def program(world: World) -> list[Tensor]:
-        return [run_shards(world, num_shards, length, dtype, in_halves=half) for half in (False, True)]
+    def program(world: World) -> Tensor:
+        return run_shards(world, num_shards, length, dtype)
 
     absent = torch.zeros(length, dtype=dtype)
     shards = {
@@ -123,9 +109,8 @@ def test_the_tree_has_one_sum_whole_and_in_halves_on_any_number_of_ranks(
         for shard in range(num_shards)
     }
     expected = add_in_tree_order(shards, num_shards, torch.add)
-    for whole, halves in run_ranks(num_ranks, program, poisons=True):
-        assert torch.equal(whole, expected)
-        assert torch.equal(halves, expected)
+    for found in run_ranks(num_ranks, program, poisons=True):
+        assert torch.equal(found, expected)
 
 
 def test_a_rank_that_expects_nothing_adds_nothing() -> None:
@@ -142,14 +127,13 @@ def test_a_rank_that_expects_nothing_adds_nothing() -> None:
             bucket.prepare(tree.scale)
         else:
             fill(bucket, parameter, torch.ones(2), tree.scale)
-        return reduced(world, tree, bucket, in_halves=False).tolist()
+        return reduced(tree, bucket).tolist()
 
     kept = len(partial_nodes_by_size(even_ranges(2, 5)[0], 5))
     assert run_ranks(2, program) == [[float(kept)] * 2] * 2
 
 
-@pytest.mark.parametrize("in_halves", [False, True])
-def test_a_hook_reduces_in_place_of_the_group(in_halves: bool) -> None:
+def test_a_hook_reduces_in_place_of_the_group() -> None:
     def program(world: World) -> list[float]:
         def double(_state: object, bucket: Any) -> torch.futures.Future[Tensor]:
             work = dist.all_reduce(bucket.buffer(), group=world.group, async_op=True)
@@ -160,19 +144,6 @@ def test_a_hook_reduces_in_place_of_the_group(in_halves: bool) -> None:
         reduction = HookReduction(CommHook(function=double, state=None), world)
         assert reduction.scale == 1.0
         fill(bucket, parameter, torch.full((3,), world.rank + 1.0), reduction.scale)
-        return reduced(world, reduction, bucket, in_halves=in_halves).tolist()
+        return reduced(reduction, bucket).tolist()
 
     assert run_ranks(2, program) == [[6.0] * 3] * 2
-
-
-def test_a_sparse_gradient_has_no_halves() -> None:
-    def program(world: World) -> str:
-        assert world.group is not None
-        trained = TrainedModel(nn.EmbeddingBag(3, 2, sparse=True)).trained
-        plan = plan_buckets([each.spec for each in trained], BucketLimits())
-        (bucket,) = allocate_buckets(plan, trained, world.group, as_view=True).buckets
-        with pytest.raises(ReductionError) as refused:
-            MeanReduction(world).reduce_scatter(bucket, index=0, is_last=True)
-        return str(refused.value)
-
-    assert "The gradient of weight is sparse" in run_ranks(1, program)[0]

@@ -31,12 +31,6 @@ class Recorder:
         self.said.append(f"start {index}{' last' if is_last else ''}")
         return lambda: self.said.append(f"finish {index}")
 
-    def reduce_scatter(self, bucket: Bucket, *, index: int, is_last: bool) -> Finish:
-        raise NotImplementedError
-
-    def all_gather(self, bucket: Bucket) -> Finish:
-        raise NotImplementedError
-
     def expect_nothing(self) -> None:
         self.said.append("expect nothing")
 
