@@ -73,8 +73,7 @@ _TRANSITIONS: Final = {
 
 
 class BackwardListener(Protocol):
-    def begin(self, phase: Phase) -> None:
-        """Prepare for a backward that begins."""
+    def begin(self, phase: Phase) -> None: ...
 
     def begin_synchronizing_late(self) -> None:
         """Prepare for gradients that are reduced, in a backward that so far only added up local ones."""
@@ -94,7 +93,8 @@ class BackwardWatch:
     """Watches the backwards of one rank, which trains alone where it may not synchronize: without a group.
 
     `synchronizes` is looked at when a graph is marked and when its gradients arrive. `was_asked`: the gradient of a
-    parameter was computed, accumulated or not; `has_local_gradients`, by `torch.autograd.grad` since a reduction.
+    parameter was computed, accumulated or not; `has_local_gradients`, by `torch.autograd.grad` since a reduction;
+    `has_arrived`, one was accumulated in the present backward.
     """
 
     def __init__(self, may_synchronize: Callable[[], bool]) -> None:
@@ -103,15 +103,15 @@ class BackwardWatch:
         self.plain_task = _NEVER_A_TASK
         self.was_asked = False
         self.has_local_gradients = False
+        self.has_arrived = False
         self.num_local_backwards = 0
         self._local_samples: list[int] = []
         self._may_synchronize = may_synchronize
         self._phase = Phase.IDLE
         self._lock = threading.RLock()
         self._task = NO_GRAPH_TASK
-        self._callback: Callable[[], partial[None] | None] = _no_callback
-        self._switch: Callable[[], PlainArrivals | None] = _no_switch
-        self._any_arrived = False
+        self._callback: Callable[[], partial[None] | None] = _nothing
+        self._switch: Callable[[], PlainArrivals | None] = _nothing
         self._only_once = False
         self._is_forced = False
         self._always_waits = True  # until a first backward has shown that it need not. [Note: the end of a backward]
@@ -156,7 +156,7 @@ class BackwardWatch:
 
     def use_switch(self, switch: PlainArrivals | None) -> None:
         """Switch this where gradients become plain, and when a backward is over; it is held weakly."""
-        self._switch = _no_switch if switch is None else weakref.ref(switch)
+        self._switch = _nothing if switch is None else weakref.ref(switch)
 
     def force_next(self) -> None:
         """Let the next backward synchronise, whatever was said when its graph was built."""
@@ -198,7 +198,7 @@ class BackwardWatch:
         is_new_task = current_graph_task_id() != self._task
         if is_new_task:
             self._enter_task(listener)
-        self._any_arrived = True
+        self.has_arrived = True
         return is_new_task
 
     def call_plain(self) -> None:
@@ -214,18 +214,13 @@ class BackwardWatch:
 
     def end(self) -> None:
         """Forget the backward that is over; the listener calls this."""
-        self._any_arrived = self.was_asked = False
+        self.has_arrived = self.was_asked = False
         self.waits_for_end = self._is_forced = False
         self._forwards.clear()
         self._task, self.plain_task = NO_GRAPH_TASK, _NEVER_A_TASK
         _end_switch(self._switch)
         if self._phase is not Phase.IDLE:
             self._change_phase(Phase.IDLE)
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether a gradient has arrived in the present backward."""
-        return self._any_arrived
 
     def forget_local(self) -> None:
         """Forget the backwards that were not reduced: one was now, and with it what they have accumulated."""
@@ -292,11 +287,11 @@ class BackwardWatch:
         switch = self._switch()
         if switch is not None:
             switch.mark_arrived()
-        if self._phase is Phase.SYNCHRONIZING and self._any_arrived:
+        if self._phase is Phase.SYNCHRONIZING and self.has_arrived:
             self._always_waits = self._has_inner_tasks
             listener.complete()
             return
-        if self._any_arrived:
+        if self.has_arrived:
             self.num_local_backwards += 1
             self._local_samples.append(self.num_samples)
         elif self.was_asked:  # torch.autograd.grad: nothing was accumulated, nothing is reduced
@@ -326,12 +321,8 @@ def _end_switch(find: Callable[[], PlainArrivals | None], _callback: object = No
         switch.end()
 
 
-def _no_switch() -> None:
-    """Return no switch: nothing is noted without Python code."""
-
-
-def _no_callback() -> None:
-    """Return no callback: no backward has begun."""
+def _nothing() -> None:
+    """Return no callback, as no backward has begun, or no switch."""
 
 
 def refuse_compiled_autograd() -> None:

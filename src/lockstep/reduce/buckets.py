@@ -48,6 +48,7 @@ class DenseBucket:
         bucket is full     `prepare`         the small ones go together; what is absent is filled in; the rest is scaled
         message is back    `write_back`      `.grad` is the place, which now holds the reduced gradient
 
+    `message` is what is added up over the ranks, `gradients` the part of it that a communication hook is given.
     `absent` has the indices of slots without a new gradient here; `unused`, of those to which this rank adds nothing,
     not even an older one. `used_counts` is written before a reduction and read after it. `allocate` returns zeros.
     """
@@ -65,8 +66,8 @@ class DenseBucket:
         holds_partials: bool = False,
     ) -> None:
         self.streams = streams
-        self._buffer = buffer
-        self._gradients = buffer[: plan.num_gradient_elements]
+        self.message = buffer
+        self.gradients = buffer[: plan.num_gradient_elements]
         self.used_counts = used_counts
         self.slots = []
         for slot in plan.slots:
@@ -78,7 +79,7 @@ class DenseBucket:
         self._as_view = as_view
         self._holds_partials = holds_partials
         self._allocate = allocate
-        self._parts = [buffer, self._gradients, used_counts, *(slot.flat for slot in self.slots)]
+        self._parts = [buffer, self.gradients, used_counts, *(slot.flat for slot in self.slots)]
         self._storage = buffer.untyped_storage()
         self._num_holders = 0
         self._addresses = [slot.place.data_ptr() for slot in self.slots]
@@ -88,16 +89,6 @@ class DenseBucket:
         self.absent: list[int] = []
         self.unused: list[int] = []
         self.num_pending = len(self.slots)
-
-    @property
-    def message(self) -> Tensor:
-        """What is added up over the ranks."""
-        return self._buffer
-
-    @property
-    def gradients(self) -> Tensor:
-        """The part of it that a communication hook is given."""
-        return self._gradients
 
     def count_holders(self, trailer: Tensor) -> None:
         """Count how many tensors of ours lie in the bucket's memory; called when all do."""
@@ -130,11 +121,11 @@ class DenseBucket:
         if scale == 1.0:
             return
         scaled = [slot.total for slot in self.slots if slot.is_scaled]
-        if self._gradients.is_cpu:
-            parts = self._unscaled_parts() if scaled else [self._gradients]
+        if self.gradients.is_cpu:
+            parts = self._unscaled_parts() if scaled else [self.gradients]
             self._total = sum(scaled) + sum(multiply(part, scale, part) for part in parts)
         elif not scaled:
-            self._gradients.mul_(scale)
+            self.gradients.mul_(scale)
         elif unscaled := [slot.place for slot in self.slots if not slot.is_scaled]:
             foreach_mul_(unscaled, scale)
 
@@ -147,11 +138,11 @@ class DenseBucket:
             begins_part = not parts or parts[-1][1] + _GAP_ELEMENTS < start
             first = start if begins_part else parts.pop()[0]
             parts.append((first, start + slot.flat.numel()))
-        return [self._gradients[start:stop] for start, stop in parts]
+        return [self.gradients[start:stop] for start, stop in parts]
 
     def name_nonfinite(self) -> str:
         """Return the name of a gradient in the message, on the CPU, that is not finite; empty if all are (local)."""
-        if math.isfinite(self._total) if self._total is not None else is_finite(self._gradients):
+        if math.isfinite(self._total) if self._total is not None else is_finite(self.gradients):
             return ""
         return next((slot.name for slot in self.slots if not is_finite(slot.place)), "")
 
@@ -167,7 +158,7 @@ class DenseBucket:
             with suppress(torch.OutOfMemoryError):
                 slot.keep_held_by_others()
         with torch.no_grad():
-            self._gradients.zero_()
+            self.gradients.zero_()
         self.count_nothing()
 
     def count_used(self) -> None:
@@ -212,8 +203,8 @@ class DenseBucket:
 
     def take(self, result: Tensor) -> None:
         """Let `result`, which a hook made, be the reduced gradients."""
-        if result is not self._gradients:
-            self._gradients.copy_(result.reshape(-1))
+        if result is not self.gradients:
+            self.gradients.copy_(result.reshape(-1))
 
     def write_back(self, counts: Sequence[float], factor: float = 1.0) -> None:
         """Give each parameter its reduced gradient times `factor`; one that no rank had stays as it was.
@@ -259,7 +250,7 @@ class DenseBucket:
 
     def _pack(self, gradients: Gradients) -> Tensor:
         """Take from `gradients` what belongs here, laid out as the message is."""
-        packed = torch.zeros_like(self._buffer)
+        packed = torch.zeros_like(self.message)
         places, found = [], []
         for slot, offset in zip(self.slots, self._offsets, strict=True):
             gradient = gradients.pop(slot.parameter, None)
@@ -327,6 +318,8 @@ class DenseBucket:
 
 @final
 class SparseSlot:
+    has_gradient_in_place = False
+
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name = name
         self.parameter = parameter
@@ -344,10 +337,6 @@ class SparseSlot:
 
     def take_second(self) -> None:
         """Do nothing, likewise."""
-
-    @property
-    def has_gradient_in_place(self) -> bool:
-        return False
 
     def detach_gradient(self) -> Tensor | None:
         gradient, self.parameter.grad = self.parameter.grad, None
@@ -370,18 +359,14 @@ class SparseBucket:
         self.streams = streams
         self.absent: list[int] = []
         self.unused: list[int] = []
-        self._message = _nothing(parameter)
+        self.message = _nothing(parameter)
 
     def begin(self) -> None:
         """Do nothing: a sparse gradient lies in memory of its own."""
 
     @property
-    def message(self) -> Tensor:
-        return self._message
-
-    @property
     def gradients(self) -> Tensor:
-        return self._message
+        return self.message
 
     def prepare(self, scale: float) -> None:
         if self.streams is not None:
@@ -393,14 +378,14 @@ class SparseBucket:
                 f"Parameter {slot.name} has a dense gradient, and its embedding says sparse=True. Build the embedding "
                 "with sparse=False, or use its weight in nothing else. (LS308)"
             )
-        self._message = _nothing(slot.parameter) if gradient is None else gradient.detach().coalesce() * scale
+        self.message = _nothing(slot.parameter) if gradient is None else gradient.detach().coalesce() * scale
         self.count_used()
 
     def name_nonfinite(self) -> str:
-        return "" if is_finite(self._message) else self.slots[0].name
+        return "" if is_finite(self.message) else self.slots[0].name
 
     def prepare_nothing(self) -> None:
-        self._message = _nothing(self.slots[0].parameter)
+        self.message = _nothing(self.slots[0].parameter)
         self.count_nothing()
 
     def count_used(self) -> None:
@@ -419,12 +404,12 @@ class SparseBucket:
         return []
 
     def take(self, result: Tensor) -> None:
-        self._message = result
+        self.message = result
 
     def write_back(self, counts: Sequence[float], factor: float = 1.0) -> None:
         (slot,) = self.slots
         if slot.fits and (not self.absent or counts[0] > 0):
-            reduced = self._message.coalesce()
+            reduced = self.message.coalesce()
             slot.parameter.grad = reduced if factor == 1.0 else reduced * factor
         slot.is_unsynced = False
 

@@ -73,7 +73,8 @@ class CurrentPlan:
         self._now: TrainedModel | None = None
         self._noticed: list[nn.Parameter] = []
         self._elsewhere: set[int] = set()
-        self._arrived: list[AnySlot] = []
+        self.arrived: list[AnySlot] = []
+        """Those of the present backward, while their order is wanted."""
         self._order: list[int] = []
         self._plan = self._make()
         self.bucket_set = self._allocate()
@@ -113,13 +114,6 @@ class CurrentPlan:
     def wants_order(self) -> bool:
         return self._options.follows_arrival and not self.is_in_order
 
-    def note_arrival(self, slot: AnySlot) -> None:
-        """Note that a gradient has arrived; called while the order is wanted."""
-        self._arrived.append(slot)
-
-    def forget_arrivals(self) -> None:
-        self._arrived = []
-
     def learn_order(self) -> None:
         """Take rank 0's order of arrival for the next plan, if it is wanted (collective). [Note: order of arrival].
 
@@ -130,7 +124,7 @@ class CurrentPlan:
             return
         self.is_in_order = True
         index = {id(each.parameter): number for number, each in enumerate(self._model.trained)}
-        order = [index[id(slot.parameter)] for slot in self._arrived]
+        order = [index[id(slot.parameter)] for slot in self.arrived]
         seen = set(order)
         order += [number for number in reversed(range(len(index))) if number not in seen]
         # Over hosts where that is possible: to read what a device holds is to wait for it.
@@ -232,7 +226,7 @@ class CurrentPlan:
         self.has_changed = False
         self.is_in_order = False
         self._now, self._noticed = None, []
-        self._order, self._arrived = [], []
+        self._order, self.arrived = [], []
         if self._model.trained:  # else all is frozen, for a while
             self._plan = self._make()
             self._replace(late)

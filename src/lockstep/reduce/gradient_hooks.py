@@ -40,7 +40,7 @@ class GradientHooks:
     ) -> None:
         self._watch = watch
         self._plan = plan
-        self._schedule = schedule
+        self.schedule = schedule
         self._listener = weakref.ref(listener)
         self._keeps_local = keeps_local
         self._handles: list[RemovableHandle] = []
@@ -66,7 +66,7 @@ class GradientHooks:
             self._listen(self._frozen)
 
     def listen_unplanned(self, parameters: Iterable[nn.Parameter]) -> None:
-        hook = partial(_deliver_unplanned, weakref.ref(self))
+        hook = partial(_deliver_unplanned, self._watch, self._listener)
         self._handles += [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
 
     def remove(self) -> None:
@@ -91,24 +91,15 @@ class GradientHooks:
             self._take_second(slot, bucket)
             return
         if not slot.is_small:
-            slot.take(1.0 if watch.waits_for_end else self._schedule.reduction.scale)
+            slot.take(1.0 if watch.waits_for_end else self.schedule.reduction.scale)
         if self._plan.wants_order:
-            self._plan.note_arrival(slot)
+            self._plan.arrived.append(slot)
         elif not self._plan.has_changed and not watch.waits_for_end:
             watch.call_plain()
         slot.has_arrived = True
         bucket.num_pending -= 1
         if bucket.num_pending == 0 and not watch.waits_for_end:
-            self.send_full()
-
-    def take_unplanned(self) -> None:
-        """Take a gradient of a parameter that has no slot yet."""
-        listener = self._listener()
-        if listener is not None:
-            self._watch.arrive(listener)
-
-    def send_full(self) -> None:
-        self._schedule.send_full()
+            self.schedule.send_full()
 
     def _take_local(self, slot: AnySlot) -> None:
         """Take a gradient of a backward that is not reduced; a trainer takes it itself."""
@@ -118,7 +109,7 @@ class GradientHooks:
 
     def _take_second(self, slot: AnySlot, bucket: Bucket) -> None:
         self._watch.note_second_gradient()
-        if slot.is_scaled or self._schedule.was_sent(bucket):
+        if slot.is_scaled or self.schedule.was_sent(bucket):
             raise ReductionError(
                 f"Parameter {slot.name} got a second gradient in one backward after its first had been sent. This "
                 "happens when a model begins to use a parameter inside a reentrant checkpoint and elsewhere after its "
@@ -134,8 +125,7 @@ class GradientHooks:
             if self._plain is not None and self._plain.has(slot):
                 hook = self._plain.hook
             else:
-                deliver = _deliver if bucket.streams is None else _deliver_on_stream
-                hook = partial(deliver, self._watch, own, bucket, slot)
+                hook = partial(_deliver, self._watch, own, bucket, slot)
             self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
         for slot, _ in places[:_NUM_WATCHED]:
             self._handles.append(slot.parameter.register_hook(partial(_note_asked, self._watch)))
@@ -149,6 +139,8 @@ def _deliver(
     slot: AnySlot,
     parameter: nn.Parameter,
 ) -> None:
+    if bucket.streams is not None:
+        bucket.streams.note_current()
     if slot.is_small and not slot.has_arrived and current_graph_task_id() == watch.plain_task:
         slot.has_arrived = True  # [Note: plain arrivals]
         bucket.num_pending -= 1
@@ -156,7 +148,7 @@ def _deliver(
             return
         alive = hooks()
         if alive is not None:
-            alive.send_full()
+            alive.schedule.send_full()
         return
     alive = hooks()
     if alive is not None:
@@ -164,23 +156,12 @@ def _deliver(
 
 
 @keep_compiler_out
-def _deliver_on_stream(
-    watch: BackwardWatch,
-    hooks: "weakref.ref[GradientHooks]",
-    bucket: Bucket,
-    slot: AnySlot,
-    parameter: nn.Parameter,
+def _deliver_unplanned(
+    watch: BackwardWatch, listener: "weakref.ref[BackwardListener]", _parameter: nn.Parameter
 ) -> None:
-    if bucket.streams is not None:
-        bucket.streams.note_current()
-    _deliver(watch, hooks, bucket, slot, parameter)
-
-
-@keep_compiler_out
-def _deliver_unplanned(hooks: "weakref.ref[GradientHooks]", _parameter: nn.Parameter) -> None:
-    alive = hooks()
+    alive = listener()
     if alive is not None:
-        alive.take_unplanned()
+        watch.arrive(alive)
 
 
 @keep_compiler_out

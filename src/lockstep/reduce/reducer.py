@@ -193,7 +193,7 @@ class Reducer:
         if not self.watch.has_arrived and self.schedule.observer is not None:
             self.schedule.observer.forget_begin()
         self.schedule.reset()
-        self.plan.forget_arrivals()
+        self.plan.arrived = []
         self.watch.end()
 
     def _forget_accumulated(self) -> None:

@@ -47,7 +47,8 @@ class BucketSchedule:
 
     `reduction` may be replaced between two backwards. `failure` is this rank's error in this backward, for which it
     sent zeros. `send_besides` starts what is sent just before the last message, and returns what waits for that and
-    stores it.
+    stores it. `used_counts`, after `complete`: how many ranks had each gradient, of each bucket in which one was absent
+    here.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class BucketSchedule:
         self._world = world
         self._group: ProcessGroup = world.group
         self._group_uses_this_thread = capabilities_of(world.group).runs_in_callers_thread
-        self._purpose = purpose
+        self.purpose = purpose
         self._skips_unused = skips_unused
         self._bucket_set = no_buckets()
         self._status: StatusChannel = StatusTrailer(self._bucket_set.trailer)
@@ -83,18 +84,9 @@ class BucketSchedule:
         self._prepared: set[int] = set()
         self._sends_nothing = False
         self._is_cut_off = False
-        self._counts: list[Sequence[float]] = []
+        self.used_counts: list[Sequence[float]] = []
         self._finish_besides: Finish = _do_nothing
         self._awaited: list[torch.futures.Future[object]] = []
-
-    @property
-    def purpose(self) -> str:
-        return self._purpose
-
-    @property
-    def used_counts(self) -> Sequence[Sequence[float]]:
-        """How many ranks had each gradient, for each bucket in which one was absent here; after `complete`."""
-        return self._counts
 
     @property
     def kept_bucket(self) -> Bucket | None:
@@ -169,7 +161,7 @@ class BucketSchedule:
         self._next = 0
         self._finishes.clear()
         self._prepared.clear()
-        self._counts = []
+        self.used_counts = []
         self._sends_nothing = self._is_cut_off = False
         self._finish_besides = _do_nothing
         self.times.wait_no_more()
@@ -229,7 +221,7 @@ class BucketSchedule:
         waits = is_last_message and self._group_uses_this_thread
         self._events[index] = self._recorder.begin(EventKind.BUCKET, index, 0, self._text(index))
         self.times.begin_message(self._events[index])
-        with calls_for(f"bucket {1 + index} of the gradients of {self._purpose}"):
+        with calls_for(f"bucket {1 + index} of the gradients of {self.purpose}"):
             if waits:
                 # The group's calls run one after the other; so it is known which one is waited for, and an error of one
                 # is raised before this rank waits in the next, which the others may never reach.
@@ -286,7 +278,7 @@ class BucketSchedule:
         self._wait()
         numbers, _ = self._status.receive()
         buckets = self._bucket_set.buckets
-        self._counts = read_used_counts(buckets, (index for index, bucket in enumerate(buckets) if bucket.absent))
+        self.used_counts = read_used_counts(buckets, (index for index, bucket in enumerate(buckets) if bucket.absent))
         return read_status(numbers)
 
     def _exchange_over_hosts(self, status: RankStatus) -> GroupStatus:
@@ -304,9 +296,9 @@ class BucketSchedule:
         if lost:
             self._raise_cut_off(lost)
         counts = further[world_size:]
-        self._counts = []
+        self.used_counts = []
         for bucket in buckets:
-            self._counts.append(counts[: len(bucket.slots)])
+            self.used_counts.append(counts[: len(bucket.slots)])
             counts = counts[len(bucket.slots) :]
         return read_status(numbers)
 
@@ -325,7 +317,7 @@ class BucketSchedule:
         if not self._skips_unused:
             return
         buckets = self._bucket_set.buckets
-        counts = self._counts if self._status.is_message else read_used_counts(buckets, range(len(buckets)))
+        counts = self.used_counts if self._status.is_message else read_used_counts(buckets, range(len(buckets)))
         now = {index for index, numbers in enumerate(counts) if any(numbers)}
         for index in sorted(now - self._used):
             total = buckets[index].used_counts.clone()

@@ -144,7 +144,11 @@ class Slot:
         if not gradient.is_sparse:
             return gradient
         if not self.takes_sparse:
-            raise _unexpected_sparse(self.name)
+            raise ReductionError(
+                f"Parameter {self.name} has a sparse gradient, and its bucket holds dense ones. Only "
+                "torch.nn.Embedding and EmbeddingBag with sparse=True may have sparse ones; elsewhere, build them with "
+                "sparse=False. (LS308)"
+            )
         return gradient.to_dense()
 
     def fill_absent(self) -> None:
@@ -218,13 +222,6 @@ def make_view(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], *,
     with torch.no_grad():
         own = torch.empty(0, dtype=flat.dtype, device=flat.device)
         return own.set_(flat.untyped_storage(), view.storage_offset(), view.shape, view.stride())
-
-
-def _unexpected_sparse(name: str) -> ReductionError:
-    return ReductionError(
-        f"Parameter {name} has a sparse gradient, and its bucket holds dense ones. Only torch.nn.Embedding and "
-        "EmbeddingBag with sparse=True may have sparse ones; elsewhere, build them with sparse=False. (LS308)"
-    )
 
 
 @final

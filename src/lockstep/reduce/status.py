@@ -37,6 +37,8 @@ _CHANGED = 2
 _EMPTY = 4
 _NUM_DIGITS = {"batch_size": 3, "num_backwards": 1, "comparison": 4, "inputs": 2, "gradients": 2, "nonfinite": 2}
 """Of each number of a status, in the order in which they travel, after the flags."""
+_OF_ALL_RANKS = ("batch_sizes", "nums_backwards", "comparisons", "inputs", "gradients", "nonfinite")
+"""What `GroupStatus` calls them."""
 _NUM_PER_RANK = 1 + sum(_NUM_DIGITS.values())
 
 COMPARISON_LIMIT = _BASE ** _NUM_DIGITS["comparison"]
@@ -112,19 +114,14 @@ def read_status(numbers: Sequence[float]) -> GroupStatus:
     whole = list(map(round, numbers))
     flags, *columns = (whole[column::_NUM_PER_RANK] for column in range(_NUM_PER_RANK))
     values: dict[str, tuple[int, ...]] = {}
-    for name, num_digits in _NUM_DIGITS.items():
+    for name, num_digits in zip(_OF_ALL_RANKS, _NUM_DIGITS.values(), strict=True):
         values[name] = _join(columns[:num_digits])
         columns = columns[num_digits:]
     return GroupStatus(
         failed=_ranks_with(flags, _FAILED),
         changed=_ranks_with(flags, _CHANGED),
         empty=_ranks_with(flags, _EMPTY),
-        batch_sizes=values["batch_size"],
-        nums_backwards=values["num_backwards"],
-        comparisons=values["comparison"],
-        inputs=values["inputs"],
-        gradients=values["gradients"],
-        nonfinite=values["nonfinite"],
+        **values,
     )
 
 
