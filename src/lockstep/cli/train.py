@@ -161,7 +161,7 @@ def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[
             held,
             placement,
             threads=config.threads_per_worker,
-            replaces=config.respawn > 0 or config.spares > 0,
+            replaces=bool(config.respawn or config.spares),
             modules=["lockstep.cli.train", "lockstep.runs.fit"],
         )
         job = _open(wanted, held)

@@ -20,9 +20,10 @@ class Elastic:
     function calls `Trainer.join()`, which does nothing in the workers that the launch begins with.
     """
 
-    respawn: int = 0
-    """How often a lost worker is replaced, at most, in `respawn_minutes`. A worker that failed by an exception never
-    is. A loading process that is killed counts as a worker; where this is 0, they are started anew three times."""
+    respawn: int | None = None
+    """How often a lost worker is replaced, at most, in `respawn_minutes`; None for never. A worker that failed by an
+    exception never is. A loading process that is killed counts as a worker; with None they are started anew three
+    times, and with 0 never."""
     respawn_minutes: float = 10.0
     """The time in which replacements are counted, in minutes."""
     spares: int = 0
@@ -41,7 +42,7 @@ class Elastic:
         Raises:
             ValueError: One is out of range.
         """
-        for name, value in (("respawn", self.respawn), ("spares", self.spares)):
+        for name, value in (("respawn", self.respawn or 0), ("spares", self.spares)):
             if value < 0:
                 raise ValueError(f"{name} is {value}, expected 0 or more. (LS123)")
         if self.respawn_minutes <= 0:
@@ -52,12 +53,12 @@ class Elastic:
     @property
     def limit(self) -> RespawnLimit:
         """How often lost workers are replaced."""
-        return RespawnLimit(count=self.respawn, seconds=60 * self.respawn_minutes)
+        return RespawnLimit(count=self.respawn or 0, seconds=60 * self.respawn_minutes)
 
     @property
     def loading_limit(self) -> RespawnLimit:
-        """How often killed loading processes are started anew: also where no worker is replaced."""
-        return replace(self.limit, count=self.respawn or USUAL_RESPAWNS)
+        """How often killed loading processes are started anew: also where nothing is said of workers."""
+        return self.limit if self.respawn is not None else replace(self.limit, count=USUAL_RESPAWNS)
 
 
 FIXED = Elastic()

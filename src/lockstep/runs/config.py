@@ -155,8 +155,9 @@ class Config(BaseModel):
     """What the other workers do when one is killed: continue with its shards, the default on CPUs; or stop, on GPUs."""
     min_workers: int = Field(default=1, ge=1)
     """With fewer workers left the run stops."""
-    respawn: int = Field(default=0, ge=0)
-    """How often a lost worker is replaced, at most, in `respawn_minutes`; true for 3 times."""
+    respawn: int | None = Field(default=None, ge=0)
+    """How often a lost worker is replaced, at most, in `respawn_minutes`; true for 3 times. Without it none is, and
+    killed loading processes are started anew 3 times; with 0 they are not either."""
     respawn_minutes: float = Field(default=10.0, gt=0)
     """The time in which replacements are counted, in minutes."""
     spares: int = Field(default=0, ge=0)

@@ -251,3 +251,12 @@ def test_functions_of_the_users_own_are_not_called_again() -> None:
     starts.again = None
     with pytest.raises(WorkerFailedError):
         starts.run()
+
+
+@pytest.mark.parametrize(("respawn", "workers", "loading"), [(None, 0, 3), (0, 0, 0), (2, 2, 2)])
+def test_loading_processes_are_started_anew_as_often_as_was_asked_for(
+    respawn: int | None, workers: int, loading: int
+) -> None:
+    # With `respawn: 0` they were, three times.
+    elastic = Elastic(respawn=respawn)
+    assert (elastic.limit.count, elastic.loading_limit.count) == (workers, loading)
