@@ -146,7 +146,7 @@ class Walk:
 
     def _within(self, within: Held) -> Iterator[tuple[Held, Sequence[Held]]]:
         """Return what a value holds, and as what each is to be entered: what is mentioned of it, and all the rest."""
-        for part in self._parts(within.value):
+        for part in self.parts(within.value):
             is_used = within.is_used and part.is_used
             if self._only_used and not is_used:
                 continue
@@ -200,7 +200,8 @@ class Walk:
 
     # -- The parts of a value ------------------------------------------------------------------------------------------
 
-    def _parts(self, value: Any) -> Iterator[_Part]:
+    def parts(self, value: Any) -> Iterator[_Part]:
+        """Return what a value itself holds."""
         kind = type(value)
         if kind is _Mentioned:
             yield from self._mentioned(*value)

@@ -32,8 +32,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lockstep.data.keyed import generator_kinds
-from lockstep.held_objects import contents_of, global_names
-from lockstep.processes.user_line import LIBRARIES
+from lockstep.held_objects import Walk
 from lockstep.torch_private.modules import byte_view, version_of
 
 OTHER_DATA = (
@@ -225,6 +224,7 @@ class _StateHash(pickle.Pickler):
     def __init__(self, state: _State) -> None:
         super().__init__(state, protocol=5, buffer_callback=state.add_buffer)
         self._state = state
+        self._walk = Walk(())
         self._described: dict[int, object] = {}  # holds them: another object must not get the address of one
 
     def persistent_id(self, value: Any) -> object:
@@ -255,10 +255,9 @@ class _StateHash(pickle.Pickler):
             return self._describe_tensor(value)
         if _is_array(value):
             return self._describe_array(value)
-        if isinstance(value, types.FunctionType):
-            return tuple(_parts_of_function(value))
-        if isinstance(value, type):
-            return tuple(_parts_of_class(value))
+        if isinstance(value, types.FunctionType | type):
+            held = [(part.name, part.value) for part in self._walk.parts(value)]
+            return value.__module__, id(getattr(value, "__code__", None)), held
         if isinstance(value, types.ModuleType):
             return (value.__name__,)
         return () if isinstance(value, generator_kinds()) else None
@@ -316,29 +315,3 @@ def _is_file(array: Any) -> bool:
     while _is_array(base):
         base = base.base
     return isinstance(base, mmap.mmap)
-
-
-def _parts_of_function(function: types.FunctionType) -> Iterator[object]:
-    yield function.__module__, function.__qualname__, id(function.__code__)
-    if _is_library(function.__code__.co_filename):
-        return
-    yield from (function.__defaults__, function.__kwdefaults__, function.__dict__)
-    yield from map(contents_of, function.__closure__ or ())
-    for name in global_names(function.__code__):
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
-
-
-def _parts_of_class(kind: type) -> Iterator[object]:
-    yield kind.__module__, kind.__qualname__
-    module = sys.modules.get(kind.__module__)
-    if kind.__module__ == "builtins" or _is_library(str(getattr(module, "__file__", ""))):
-        return
-    yield kind.__bases__
-    for name, value in list(vars(kind).items()):
-        if not name.startswith("__") or isinstance(value, types.FunctionType):
-            yield name, getattr(value, "__func__", getattr(value, "fget", value))
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith(LIBRARIES)
