@@ -57,7 +57,7 @@ KERNEL_VARIABLES = {
 """Variables from which libraries choose their kernels, by the type of device."""
 
 VISIBLE_VARIABLES = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-"""The variables that hide accelerators other than CUDA's: their numbers, separated by commas."""
+"""What hides accelerators other than CUDA's: their numbers, separated by commas."""
 
 LAUNCHED = "LOCKSTEP_LAUNCHED"
 """A variable that is equal to MASTER_PORT in the workers of `ls.launch`. These have torchrun's variables too. If a
@@ -111,23 +111,21 @@ class VisibleDevices:
     """Which GPUs CUDA shows to this process, as text; None for variables that are not set."""
 
     devices: str | None
-    """CUDA_VISIBLE_DEVICES: their UUIDs or numbers."""
+    """Their UUIDs or numbers."""
     order: str | None
-    """CUDA_DEVICE_ORDER: how CUDA numbers them; None for the fastest first."""
+    """How CUDA numbers them; None for the fastest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingSettings:
-    """What the environment says of the recording."""
-
     is_wanted: bool
     """Whether what this process does is recorded: to keep it, or to say why the job stands still."""
     is_kept: bool
-    """Whether it is there when the job has ended: LOCKSTEP_RECORDING is not 0, false, no or off."""
+    """Whether it is there when the job has ended."""
     directory: str
     """The folder that the launcher of this process has chosen; empty if there is none."""
     capacity: int
-    """How many events are kept, a power of two: LOCKSTEP_RECORDING_EVENTS."""
+    """How many events are kept, a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +135,7 @@ class Settings:
     variables: Mapping[str, str]
 
     def launchers(self) -> dict[str, str]:
-        """Return the variables that launchers set for a worker, by name, without empty ones."""
+        """Return the variables that launchers set for a worker, without empty ones."""
         found = {name: self.variables[name] for name in LAUNCHER_VARIABLES if self.variables.get(name)}
         is_ours = found.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
         if is_ours and self.variables.get(_CHANNEL, "").rpartition(",")[2] not in {"", found.get("MASTER_PORT")}:
@@ -145,11 +143,7 @@ class Settings:
         return found
 
     def job(self) -> str | None:
-        """Return what identifies the job to which this process belongs, also when its workers are started again.
-
-        That is the number of a Slurm job and step, which a requeued job keeps, or the run id of torchrun, which
-        restarts of its workers keep.
-        """
+        """Return what identifies this process' job, also when it is requeued or its workers are started again."""
         torchrun = self.variables.get("TORCHELASTIC_RUN_ID", "")
         if torchrun not in _NO_RUN_ID:
             return f"torchrun {torchrun}"
@@ -162,14 +156,13 @@ class Settings:
         return any(self.variables.get(name) for name in ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH"))
 
     def is_launched(self) -> bool:
-        """Return whether this process is a worker that `ls.launch` started."""
+        """Whether this process is a worker that `ls.launch` started."""
         return bool(self.variables.get(LAUNCHED)) and self.variables[LAUNCHED] == self.variables.get("MASTER_PORT")
 
     def folder(self) -> str:
-        """Return the folder for temporary files of a worker of `lockstep run`, if there is one; else an empty text.
+        """Return the folder for temporary files of a worker of `lockstep run`; empty if there is none.
 
-        The processes that a worker starts have the variable too, and may live on when the folder is deleted. So it
-        counts only where `channel` finds one.
+        It counts only where `channel` finds one: processes that a worker starts may outlive the folder.
         """
         return self.variables.get(_FOLDER, "")
 
@@ -192,16 +185,13 @@ class Settings:
         return self.variables.get(VISIBLE_VARIABLES[kind])
 
     def recording(self) -> RecordingSettings:
-        """Return whether, where and how much is recorded.
-
-        A value that is none counts as not set: nothing depends on the recording.
-        """
+        """Return what is recorded; a value that is none counts as not set, since nothing depends on the recording."""
         launcher, _, directory = self.variables.get(_RECORDING_DIRECTORY, "").partition(",")
         events = self.variables.get("LOCKSTEP_RECORDING_EVENTS", "")
         is_kept = self.variables.get("LOCKSTEP_RECORDING", "").strip().lower() not in _NO
-        number = int(events) if events.isdecimal() else _NUM_EVENTS
-        if not is_kept:
-            number = _EVENTS_OF_A_WATCH
+        number = _EVENTS_OF_A_WATCH
+        if is_kept:
+            number = int(events) if events.isdecimal() else _NUM_EVENTS
         return RecordingSettings(
             is_wanted=is_kept or self.stall_seconds() > 0,
             is_kept=is_kept,
@@ -210,7 +200,7 @@ class Settings:
         )
 
     def token(self) -> str:
-        """Return LOCKSTEP_TOKEN, the secret that the workers of one training share; empty if it is not set."""
+        """Return the secret that the workers of one training share; empty if it is not set."""
         return self.variables.get("LOCKSTEP_TOKEN", "")
 
     def check(self) -> bool | None:
@@ -256,7 +246,7 @@ class Settings:
         return {name.lower(): self.variables.get(name, "N/A") for name in names}
 
     def gloo_interface(self) -> str:
-        """Return the interface that the user has set for Gloo, GLOO_SOCKET_IFNAME; empty if Lockstep may choose it."""
+        """Return the interface that the user has set for Gloo; empty if Lockstep may choose it."""
         name = self.variables.get("GLOO_SOCKET_IFNAME", "")
         return "" if name == self.variables.get(_CHOSEN_INTERFACE) else name
 
@@ -267,7 +257,7 @@ class Settings:
         return {name: hide_password(source[name]) for name in names if not is_secret_variable(name)}
 
     def num_threads(self) -> str | None:
-        """Return OMP_NUM_THREADS as text, which may be a list; None if it is not set."""
+        """Return OMP_NUM_THREADS, which may be a list."""
         return self.variables.get("OMP_NUM_THREADS")
 
     def for_worker(
@@ -275,18 +265,16 @@ class Settings:
     ) -> dict[str, str]:
         """Return the variables of a worker: these, but `overrides` replace them and they replace `defaults`.
 
-        Two variables are read once, when a process or a library of it starts. So they are set here, for all workers
-        alike, unless the user has set them. Python's hash of a str depends on PYTHONHASHSEED, which is random by
-        default: then a vocabulary that is built from a set has another order in every process. cuBLAS reads
-        CUBLAS_WORKSPACE_CONFIG at the first matrix product, which may come before the trainer that asks for
-        deterministic operators.
+        Two variables are read once, so they are set here, for all workers alike, unless the user has set them. Python's
+        hash of a str depends on PYTHONHASHSEED, which is random by default: a vocabulary that is built from a set would
+        have another order in every process. cuBLAS reads CUBLAS_WORKSPACE_CONFIG at the first matrix product, which may
+        come before the trainer that asks for deterministic operators.
         """
         read_once = {"PYTHONHASHSEED": str(seed % _NUM_HASH_SEEDS), CUBLAS_VARIABLE: CUBLAS_WORKSPACE}
         unset = {name: value for name, value in read_once.items() if not self.variables.get(name)}  # empty: not set
         return {**defaults, **self.variables, **unset, **overrides}
 
     def cublas_workspace(self) -> str:
-        """Return CUBLAS_WORKSPACE_CONFIG; empty if it is not set."""
         return self.variables.get(CUBLAS_VARIABLE, "")
 
     def kernel_variables(self, device_type: str) -> dict[str, str]:
@@ -308,17 +296,15 @@ def read_settings() -> Settings:
 
 
 def channel_variables(descriptor: int, port: int, folder: str) -> dict[str, str]:
-    """Return the variables that tell a child of this process its channel, by the descriptor, and its folder."""
+    """Return what tells a child of this process its channel, by the descriptor, and its folder."""
     return {_CHANNEL: f"{descriptor},{os.getpid()},{port}", _FOLDER: folder}
 
 
 def recording_variable(directory: str) -> dict[str, str]:
-    """Return the variable that tells a child of this process where it records."""
     return {_RECORDING_DIRECTORY: f"{os.getpid()},{directory}"}
 
 
 def write_variables(variables: Mapping[str, str]) -> None:
-    """Set these, for this process and for those that it starts."""
     os.environ.update(variables)
 
 
@@ -334,7 +320,7 @@ def set_gloo_interface(name: str) -> None:
 
 
 def set_python_path(value: str | None) -> None:
-    """Set PYTHONPATH for the processes that this one starts; None to delete it."""
+    """Set it for the processes that this one starts; None to delete it."""
     if value is None:
         os.environ.pop("PYTHONPATH", None)
     else:
@@ -342,15 +328,11 @@ def set_python_path(value: str | None) -> None:
 
 
 def set_rendezvous(address: str, port: int) -> None:
-    """Set MASTER_ADDR and MASTER_PORT, as launchers do."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
 
 
 def set_determinism_variables(deterministic: bool) -> None:
-    """Set the variables that cuBLAS and torch's compiler read when they are first used.
-
-    A cuBLAS workspace that the user has set is not changed.
-    """
+    """Set what cuBLAS and torch's compiler read at their first use, but not a cuBLAS workspace that is set already."""
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(deterministic))
     if deterministic:
         os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_WORKSPACE)
