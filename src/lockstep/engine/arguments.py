@@ -39,8 +39,6 @@ _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerArguments:
-    """What a trainer was given: see `Trainer`."""
-
     model: nn.Module
     optimizer: Optimizer | Mapping[str, Optimizer]
     loss: Any
@@ -181,7 +179,6 @@ def _check_given_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Check that an optimizer's parameters are the model's."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"The optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer. (LS504)")
     known = {id(parameter) for parameter in model.parameters()}
@@ -329,7 +326,6 @@ def check_fingerprints(mine: Fingerprint, world: World) -> None:
 
 
 def warn_of_other_conditions(saved: Mapping[str, Any] | None, now: Fingerprint) -> None:
-    """Warn if a resumed run has other settings that change its bits than when it was saved."""
     differences = [] if saved is None else Fingerprint.from_dict(saved).differences(now)
     if differences:
         warnings.warn(

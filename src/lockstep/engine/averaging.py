@@ -18,7 +18,6 @@ from lockstep.errors import CheckpointError
 from lockstep.torch_private.modules import foreach_copy_, foreach_lerp_, non_persistent_buffer_names
 
 _RUNNING_STATISTIC = re.compile(r"(.*_)?(mean|average|avg|var|variance|std)")
-"""Names by which buffers say that they are running statistics."""
 
 
 class AveragedWeights(Callback):
@@ -37,7 +36,6 @@ class AveragedWeights(Callback):
         self.tensors: dict[str, Tensor] = {}
 
     def on_start(self, trainer: Any) -> None:
-        """Begin with the weights that the model has, unless a checkpoint held an average."""
         live = LiveTensors(trainer.model).read()
         devices = {name: value.device for name, value in live.all().items()}
         self.tensors = {name: value.to(devices.get(name, value.device)) for name, value in self.tensors.items()}
@@ -49,11 +47,9 @@ class AveragedWeights(Callback):
         return state_digest({name: value for name, value in self.tensors.items() if _is_inexact(value)})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average: the live tensors."""
         return {"tensors": dict(self.tensors)} if self.tensors else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back."""
         self.tensors = {name: value.detach().clone() for name, value in state_dict["tensors"].items()}
 
     @torch.no_grad()
@@ -113,7 +109,6 @@ class EMA(AveragedWeights):
 
     @torch.no_grad()
     def on_step(self, trainer: Any, result: Any) -> None:
-        """Average the weights in."""
         if result.is_skipped:
             return
         if self._live is None:
@@ -169,11 +164,9 @@ class SWA(AveragedWeights):
         return self.num_averaged > 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average, and over how many epochs it is."""
         return {**super().state_dict(), "num_averaged": self.num_averaged, "before_update": dict(self._before_update)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take them back."""
         super().load_state_dict({"tensors": {}, **state_dict})
         self.num_averaged = int(state_dict["num_averaged"])
         self._before_update = {name: value.detach().clone() for name, value in state_dict["before_update"].items()}
@@ -277,7 +270,6 @@ def _counterparts(averages: dict[str, Tensor], values: Mapping[str, Tensor], *, 
 
 
 def _dtype_of_average(value: Tensor) -> torch.dtype:
-    """Return float32 for half precision, in which small changes would be lost."""
     return torch.promote_types(value.dtype, torch.float32)
 
 

@@ -53,11 +53,8 @@ class Balancer:
 @dataclass(slots=True)
 class _Lap:
     began: torch.Event
-    """When the first shard began."""
     ended: torch.Event | None = None
-    """When the last measured one ended."""
     num_shards: int = 0
-    """How many shards lie between."""
 
 
 @final
@@ -79,13 +76,11 @@ class Stopwatch:
         self._last: _Lap | None = None
 
     def start(self) -> None:
-        """Begin with a step."""
         self._events = []
         if self._device is not None:
             self._last, self._lap = self._lap, _Lap(self._record(self._device))
 
     def begin_shard(self, event: int) -> None:
-        """Note that a shard begins, of which this is the event in the recording."""
         self._events.append(event)
 
     def end_shard(self, number: int) -> None:

@@ -39,7 +39,6 @@ def check_world(batch: ShardedBatch, world: World) -> None:
 
 
 def check_sync_batchnorm(batch: ShardedBatch, model: nn.Module) -> None:
-    """Refuse a batch in which a shard has no samples, and so no part in a SyncBatchNorm."""
     if batch.num_samples >= batch.num_shards:
         return
     name = next((name for name, module in model.named_modules() if isinstance(module, TorchsSyncBatchNorm)), None)
@@ -53,8 +52,6 @@ def check_sync_batchnorm(batch: ShardedBatch, model: nn.Module) -> None:
 
 @final
 class BatchSequenceCheck:
-    """Checks that each batch follows the batches that a run was trained on."""
-
     def __init__(self) -> None:
         self.source: str | None = None
         """The loader of the run in words; None before the first step."""

@@ -43,8 +43,6 @@ BufferParts = Sequence[dict[str, Tensor | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferSpec:
-    """A buffer as rank 0 describes it."""
-
     number: int
     """Equal for two names of one tensor."""
     shape: tuple[int, ...]
@@ -56,7 +54,6 @@ class BufferSpec:
 
 
 BufferSpecs = list[dict[str, BufferSpec | None]]
-"""The buffers of every module, in the order of the modules."""
 
 
 def buffer_parts(model: nn.Module) -> BufferParts:
@@ -184,7 +181,6 @@ def without_repeats(tensor: Tensor) -> Tensor:
 
 
 def _places(buffers: Sequence[Tensor]) -> list[tuple[int, int, torch.Size]]:
-    """Return of each buffer which tensor it is, the address of its memory, and its shape."""
     try:
         addresses = list(map(Tensor.data_ptr, buffers))
     except RuntimeError:  # one is sparse, and has no memory of its own
@@ -218,7 +214,6 @@ def describe_buffers(parts: BufferParts, recorded: Mapping[int, Tensor] = Mappin
 
 
 def _tensors(parts: Iterable[dict[str, Tensor | None]]) -> Iterator[Tensor]:
-    """Return the buffers that are there, in the order of their names."""
     return (buffer for buffer in chain.from_iterable(part.values() for part in parts) if buffer is not None)
 
 
@@ -287,7 +282,6 @@ class ShardZeroBuffers(StepPart):
         self.put_back()
 
     def record(self) -> None:
-        """Record the buffers with which a step begins (local)."""
         self._is_recorded = self._has_several = self._has_copy_of_shard_0 = False
         self._send_error = self._new = None
         self._before.record()

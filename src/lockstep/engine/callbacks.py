@@ -153,7 +153,6 @@ class Callbacks:
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the states back; whose are missing keep theirs."""
         for name, state in state_dict.items():
             self._by_name[name].load_state_dict(state)
 

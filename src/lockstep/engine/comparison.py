@@ -82,7 +82,6 @@ class WorkerComparison(StepPart):
         self._num_writes, self._at_begin = -1, []
 
     def options_number(self) -> int:
-        """Return a number that is the same for the same options (local)."""
         return 0 if self._is_alone else zlib.crc32(repr(describe_options(self._optimizer)).encode())
 
     def values_number(self) -> Tensor | int:
@@ -170,7 +169,6 @@ def verify(
 
 
 def _check_step(state: RunState, world: World, mine: ShardedBatch, whole: ShardedBatch, number: ShardNumbering) -> None:
-    """Compare the bits of every shard of one step (collective)."""
 
     def compute() -> tuple[str, ShardHashes]:
         data = {part.shard: slice_number(part.data) for part in whole.slices}

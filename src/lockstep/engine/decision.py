@@ -147,8 +147,6 @@ Means = Callable[[RowValues | None], Mapping[str, float]]
 
 @final
 class StepJudge:
-    """Decides what becomes of each step, alike on all workers."""
-
     def __init__(self, runs: ShardRuns, update: Update) -> None:
         self._runs = runs
         self._state = runs.state
@@ -170,7 +168,6 @@ class StepJudge:
         return self._decide_on_host(problem, step.losses, norm, self._runs.values.means()(None))
 
     def _look_at_gradients(self, step: CurrentStep, norm: Tensor | None, *, is_suspect: bool) -> str:
-        """Return in words which gradient is not finite; empty if all are."""
         has_other_gradients = step.has_hooks and self._state.scaler is None  # which looks at them itself
         return explain_nonfinite(self._state, norm, step.place) if is_suspect or has_other_gradients else ""
 
@@ -284,5 +281,4 @@ class _LaunchedStep:
 
 
 def _complete(losses: WeightedLosses, values: RowValues) -> WeightedLosses:
-    """Return the losses with what was on the device."""
     return WeightedLosses(values.losses, values.weights if losses.has_weights_on_device else losses.weights)

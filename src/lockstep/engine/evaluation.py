@@ -37,11 +37,9 @@ from lockstep.shards import derive_seed
 from lockstep.torch_private.modules import TorchsSyncBatchNorm, tree_map_only
 
 MetricValues = tuple[float | Tensor, float | Tensor] | Mapping[str, tuple[float | Tensor, float | Tensor]]
-"""A sum and its weight, or several by name."""
 Metric = Callable[[nn.Module, Any], MetricValues]
 """`metric(model, batch)`: a sum over a slice and its weight, or several by name."""
 Slices = Callable[[ShardedBatch, Slice], MetricValues]
-"""A metric, asked for one slice of a batch."""
 Forward = Callable[[nn.Module, Any], object]
 Sums = dict[str, Tensor]
 _BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, TorchsSyncBatchNorm)
@@ -64,7 +62,6 @@ class Mean:
 
 
 def read_values(found: Any) -> Mapping[str, float]:
-    """Return the result of an evaluation as numbers by name."""
     if isinstance(found, Mapping):
         return {name: value.value if isinstance(value, Mean) else _as_number(value) for name, value in found.items()}
     return {"metric": _as_number(found)}
@@ -113,7 +110,6 @@ def _calls_with(
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and each part of it back into its own mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -266,7 +262,6 @@ def _describe(value: object) -> str:
 
 
 def add_means(means: Iterable[Mean]) -> Mean:
-    """Add sums and weights, in the order given."""
     total = weight = 0.0
     for mean in means:
         total += mean.total
@@ -353,7 +348,6 @@ def _without_synchronisation(metric: Any) -> Iterator[None]:
 
 
 def _singles(metric: Any) -> list[Any]:
-    """Return a metric and those within it, or those of a collection."""
     single = sys.modules["torchmetrics"].Metric
     return [part for part in metric.modules() if isinstance(part, single)]
 

@@ -18,7 +18,6 @@ from lockstep.settings import read_settings
 from lockstep.torch_private.compiler_import import is_inductor_deterministic, set_inductor_deterministic
 
 Facts = Mapping[str, bool | str]
-"""Values of switches and versions, by name."""
 
 USUAL: Facts = {
     "compiled": False,
@@ -68,7 +67,6 @@ class Fingerprint:
     """What a digest depends on: two runs whose fingerprints are equal have equal digests, on any number of workers."""
 
     torch: str
-    """Version of torch."""
     device: str
     """Type of device, and its name: kernels differ between models of GPU, and between CPUs."""
     threads: int
@@ -158,7 +156,6 @@ def read_kernel_choice(device: torch.device) -> dict[str, bool | str]:
 
 
 def in_present_names(facts: Facts) -> Facts:
-    """Return what an earlier version has recorded, under the names of this one."""
     if _OLD_TF32 not in facts:
         return facts
     precision = "tf32" if facts[_OLD_TF32] else "ieee"

@@ -49,8 +49,6 @@ from lockstep.torch_private.autograd import tensor_hooks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowValues:
-    """What the row of a step holds, on the host."""
-
     losses: tuple[float, ...]
     """Of every shard, loss times weight."""
     weights: tuple[float, ...]
@@ -87,7 +85,6 @@ class DeviceRow:
         self._on_host = torch.zeros(len(self._row), dtype=torch.float64, pin_memory=True)
 
     def begin(self, num_values: int) -> None:
-        """Begin with a step, in which there is a place for so many values besides the losses."""
         if num_values != len(self._values):
             self._lay_out(num_values)
         self._row.zero_()
@@ -116,7 +113,6 @@ class DeviceRow:
         self._gradients.copy_(largest * 0.0)
 
     def note_norm(self, norm: Tensor) -> None:
-        """Note the norm of the gradient, the same on all workers (local)."""
         self._norm.copy_(norm)
 
     def exchange(self) -> None:
@@ -271,7 +267,6 @@ class StepValues(StepPart):
             self._row.begin(len(self._places))
 
     def add(self, shard: int, values: ShardValues) -> None:
-        """Add the values of a shard (local)."""
         if not values:
             return
         self._found[shard] = found = {name: (_exact(mean), _exact(weight)) for name, (mean, weight) in values.items()}
@@ -367,20 +362,15 @@ def _is_number(value: Any) -> bool:
 
 
 def _number_of(names: Iterable[str]) -> int:
-    """Return a number for names, which a float64 holds exactly; 0 for none alone."""
     ordered = sorted(names)
     return len(ordered) << 32 | zlib.crc32("\n".join(ordered).encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceLoss:
-    """What a loss function has returned for a slice."""
-
     loss: Tensor
-    """The mean loss, a scalar with a graph."""
     weight: float | Tensor
     values: ShardValues
-    """What else it has returned, by name."""
 
 
 def read_loss(result: Any, part: Slice) -> SliceLoss:
@@ -471,7 +461,6 @@ def _describe(value: object) -> str:
 
 
 def _find_leaves(loss: Tensor) -> list[Tensor]:
-    """Return the leaves of a graph that require a gradient, in the order in which they are found."""
     found: list[Tensor] = []
     seen = set()
     waiting = [loss.grad_fn]

@@ -42,18 +42,15 @@ Result = TypeVar("Result")
 _PURPOSE: Final = "comparing which calls the workers have completed"
 _TRANSFER_PURPOSE = "sending the state of the run to a new worker"
 _MIN_BYTES: Final = 1 << 16
-"""Smaller tensors are sent together."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
     agreement: StepAgreement | None = None
-    """What was exchanged, in a step."""
     error: tuple[str, str] | None = None
     """Class and text of the error that it has raised; None for none."""
 
     def raise_error(self) -> None:
-        """Raise the error, if there was one: of its own class if that is one of ours, else a PeerFailedError."""
         if self.error is None:
             return
         name, text = self.error
@@ -70,7 +67,6 @@ class _Standing:
     calls: int
     has_state: bool
     is_between: bool
-    """Whether it is in no call."""
 
 
 @final
@@ -284,7 +280,6 @@ class Member:
         return outcome
 
     def _hand_over(self, world: World, old: list[int], source: int) -> None:
-        """Give new workers the state of the run (collective for them and the source)."""
         trainers = self.living()
         if world.rank == source:
             states = {number: each.state_for_new_worker() for number, each in trainers.items()}

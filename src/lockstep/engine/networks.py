@@ -223,7 +223,6 @@ class TrainedModels:
         self._num_added = 0
 
     def add(self, run: Any) -> None:
-        """Add a `RunState`."""
         self._runs.add(run)
         self._num_added += 1
 
@@ -232,7 +231,6 @@ class TrainedModels:
 
     @property
     def num_changes(self) -> tuple[int, int]:
-        """Two numbers that change with the models."""
         return self._num_added, len(self._runs)
 
     def has_begun(self, network: nn.Module, but: nn.Module) -> bool:

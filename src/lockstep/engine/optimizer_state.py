@@ -132,7 +132,6 @@ def list_schedulers(scheduler: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def check_separate(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:
-    """Check that no two optimizers have a parameter in common."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     holders: dict[int, str] = {}
     for name, optimizer in optimizers.items():
@@ -270,7 +269,6 @@ class OptimizerPart(StatePart):
         }
 
     def _names(self) -> list[list[str]]:
-        """Return the names of the parameters of each group; of several names of one the first in the alphabet."""
         names: dict[int, str] = {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             names[id(parameter)] = min(name, names.get(id(parameter), name))
@@ -332,7 +330,6 @@ def _first_other(saved: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) 
 
 
 def _reordered(optimizer: Optimizer, state: Any, saved: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> Any:
-    """Return an optimizer's state with the parameters of each group in this run's order."""
     if list(saved) == list(mine):
         return state
     if saves_by_itself(optimizer):
@@ -370,7 +367,6 @@ def _restore_dtypes(
 
 
 def _has_key(value: Any, keys: set[int]) -> bool:
-    """Whether a dictionary within a state has one of these keys."""
     if isinstance(value, Mapping):
         return any(isinstance(key, int) and key in keys for key in value) or any(
             _has_key(each, keys) for each in value.values()

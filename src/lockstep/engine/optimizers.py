@@ -72,7 +72,6 @@ class OptimizerSet(Optimizer):
         return ", ".join(f"{name}: {type(part).__name__}" for name, part in self.parts.items())
 
     def due(self, num_steps: int) -> list[str]:
-        """Return those that step in the step after `num_steps` steps, in their order."""
         return [name for name, every in self.every.items() if (num_steps + 1) % every == 0]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -161,14 +160,12 @@ def combine_optimizers(optimizer: Optimizer | Mapping[str, Optimizer], every: Ma
 
 
 def combine_schedulers(scheduler: Any, optimizer: Optimizer) -> Any:
-    """Return one scheduler as it is, and those of several optimizers as one; None for none."""
     if isinstance(scheduler, Mapping) and isinstance(optimizer, OptimizerSet):
         return SchedulerSet(scheduler, optimizer)
     return scheduler
 
 
 def class_name(value: object) -> str | None:
-    """Return the class name to save for an object whose own state does not hold it."""
     if isinstance(value, OptimizerSet | SchedulerSet):
         return value.kinds
     return None if value is None else type(value).__name__
@@ -196,7 +193,6 @@ class StepGuard:
         self.is_allowed = False
 
     def __call__(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Check a step of the optimizer, which calls this hook before it."""
         if self.trainers and not self.is_allowed:
             raise ValueError(
                 "optimizer.step() was called outside of Trainer.step, which has made the update already. Leave it out "

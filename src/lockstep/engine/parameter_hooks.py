@@ -86,7 +86,6 @@ class ParameterHooks(StepPart):
         return {name: number for name, number in self._number_gradients().items() if number != reduced[name]}
 
     def _number_gradients(self) -> dict[str, int | None]:
-        """Return a number for the gradient of each parameter that has hooks; None without one."""
         gradients = {self._names[parameter]: parameter.grad for parameter, *_ in self._taken}
         return {
             name: None if each is None else 0 if self._world.world_size == 1 else int(sum_of_bits([each]))
@@ -112,7 +111,6 @@ class ParameterHooks(StepPart):
 
 
 def _take(registry: MutableMapping[int, Any] | None) -> dict[int, Any]:
-    """Take the user's hooks out of a registry, and return them by number."""
     if not registry:
         return {}
     found = {number: hook for number, hook in registry.items() if not _is_own(hook)}

@@ -39,7 +39,6 @@ class Continued:
     """How a trainer continues with other workers."""
 
     generation: int
-    """Number of the present generation of workers; the first is 0."""
     lost: tuple[LostWorker, ...]
     arrived: tuple[ChangedWorker, ...] = ()
     left: tuple[ChangedWorker, ...] = ()
@@ -48,7 +47,6 @@ class Continued:
     shards: tuple[range, ...]
     """Which shards each of them runs, in rank order."""
     cursor: Cursor
-    """The next step."""
     repeats_step: bool
     """Whether the step at `cursor` had begun; else it was an evaluation, a save or another call."""
     seconds: float
@@ -191,7 +189,6 @@ class PresentEngine:
     # -- Engines -------------------------------------------------------------------------------------------------------
 
     def has_other_parameters(self) -> bool:
-        """Whether parameters were frozen or unfrozen since the engine was made (local)."""
         return self._trained != _trained_parameters(self._state.model)
 
     def remake(self) -> None:
@@ -356,7 +353,6 @@ class Moments:
             result.should_stop = False
 
     def look_at_evaluation(self, found: Any, name: str = "") -> None:
-        """Call `on_evaluate` (collective)."""
         if not self.callbacks:
             return
         prefix = f"{name}_" if name else ""
@@ -402,7 +398,6 @@ class Moments:
         return any(self._present.repeatable(requested))
 
     def note_save(self, path: Any) -> None:
-        """Call `on_save` (collective)."""
         if self.callbacks:
             self._look("on_save", path)
 

@@ -216,7 +216,6 @@ class RunState:
         self.end_reason, self.end_reason_after_step = self.end_reason or self.end_reason_after_step, ""
 
     def note_failed_step(self, place: str, error: BaseException) -> None:
-        """Note that a step has failed when other workers may have finished it."""
         left = self.unusable_because or "Nothing was changed by it there."
         self.failed_here = f"{place} failed with {type(error).__name__}: {clause(error)}. {left}"
 
@@ -232,7 +231,6 @@ class RunState:
             )
 
     def kept_modules(self) -> nn.Module:
-        """Return what has the buffers with which each shard and each slice begins."""
         return self.parts.modules()
 
     def digest(self) -> str:
@@ -262,15 +260,12 @@ class RunState:
         self.note_scheduler()
 
     def load_for_worker(self, found: Mapping[str, Any]) -> None:
-        """Take what `parts.save_for_worker` has returned on another worker (local)."""
         self.parts.load_for_worker(found)
         self.note_scheduler()
 
 
 @final
 class _ProgressPart(StatePart):
-    """Where the run is: in the data, in its steps, at its end."""
-
     _NEEDED = ("model", "optimizer", "scheduler", "epoch", "step", "global_step", "num_shards", "seed")
 
     def __init__(self, state: RunState) -> None:

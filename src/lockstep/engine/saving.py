@@ -47,8 +47,6 @@ _OF_MANIFEST = {*_PLAIN, *_ENCODED, "model", "callbacks", "optimizer_class", "sc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedState:
-    """What `Trainer.load` has loaded."""
-
     path: Path
     cursor: Cursor
     """The next step of the run."""
@@ -222,7 +220,6 @@ def _warn_of_broken(error: CheckpointError) -> None:
 
 
 SCHEDULED = frozenset({"lr", "momentum", "betas"})
-"""Options of an optimizer that schedulers set."""
 
 
 def save_state(
@@ -311,7 +308,6 @@ def _check_scheduler(state: RunState, scheduler: Scheduler | LRScheduler | None)
 
 
 def warn_of_late_scheduler(scheduler: Any, cursor: Cursor) -> None:
-    """Warn of a scheduler that the user steps once per epoch and has not stepped for the last epoch."""
     is_between = cursor.step == 0 and cursor.epoch > 0
     if is_between and getattr(scheduler, "last_epoch", None) == cursor.epoch - 1:
         warnings.warn(

@@ -66,7 +66,6 @@ class Schedule:
         self.kind, self.num_steps, self.warmup, self.final = kind, num_steps, warmup, final
 
     def __call__(self, step: int) -> float:
-        """Return the factor of a step, counted from 0."""
         if step < self.warmup:
             return (step + 1) / (self.warmup + 1)
         if self.kind == "constant":
@@ -195,7 +194,6 @@ class ReduceLROnPlateau(Callback):
         self._missed = None
 
     def on_evaluate(self, trainer: Any, values: Mapping[str, float]) -> None:
-        """Give the metric to the scheduler."""
         if self.metric in values:
             self._missed = []
             if not is_of_cut_epoch(trainer):
@@ -204,9 +202,7 @@ class ReduceLROnPlateau(Callback):
             self._missed = list(values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of torch's scheduler."""
         return dict(self.scheduler.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back."""
         self.scheduler.load_state_dict(state_dict)

@@ -23,9 +23,7 @@ from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.torch_private.autograd import saved_by
 
 _NUM_VIEWS = 4
-"""The most rows that a sample has: two views of each are usual."""
 _NUM_NODES = 1 << 15
-"""The most nodes of a graph that are looked at."""
 _LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Embedding", "Lstm", "MkldnnRnn", "ThnnFused", "CudnnRnn")
 """How the names of nodes begin that make activations."""
 _SHAPES_ONLY = ("Expand", "Clone", "Alias", "Slice", "Div", "View", "ReshapeAlias", "UnsafeView")
@@ -148,7 +146,6 @@ def _new_dim(node: Any) -> int:
 
 
 def _nodes(root: Any) -> Iterator[Any]:
-    """Return the nodes of a graph, the nearest ones first."""
     seen, waiting = {root, None}, [root] if root is not None else []
     for node in waiting:
         yield node

@@ -181,7 +181,6 @@ class ShardRuns:
         return buffers_of_users({"": model, **find_networks(networks_walk([self._loss.function]), model)})
 
     def _run_shard(self, batch: ShardedBatch, part: Slice, task: ShardTask, data: Any, *, looks: bool) -> Tensor:
-        """Run one shard's forward and backward; return its loss, without a graph."""
         found = read_loss(self.call_loss(batch, part, data), part)
         loss, weight = found.loss, found.weight
         if looks:

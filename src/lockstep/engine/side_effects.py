@@ -42,7 +42,6 @@ class _SeenValue:
     held: Held
     """With the value itself, so that no other object gets its identity."""
     content: object
-    """What can be compared of it."""
     copy: Any
     """A copy of a container, a tensor or an array; None of what is not put back but by setting it again."""
 

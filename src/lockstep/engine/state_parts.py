@@ -42,29 +42,22 @@ State = Mapping[str, Any]
 class Stateful(Protocol):
     """An object that has a state: a scheduler, a scaler, what a training loop keeps beside the trainer."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return its state."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take a state back."""
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 class Scheduler(Protocol):
     """What the trainer asks of a learning-rate scheduler."""
 
-    def step(self) -> None:
-        """Set the next learning rate."""
+    def step(self) -> None: ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return its state."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state back."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class StatePart:
-    """A part of the state of a run."""
-
     def warn_of_unsaved(self) -> None:
         """Warn of what the steps have changed and `save` leaves out."""
 
@@ -169,7 +162,6 @@ class StateParts:
                 put_back()
 
     def modules(self) -> nn.Module:
-        """Return one module that has all those of the parts within."""
         found = list(chain.from_iterable(part.modules() for part in self._parts))
         return found[0] if len(found) == 1 else nn.ModuleList(found)
 

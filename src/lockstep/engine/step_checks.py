@@ -86,8 +86,6 @@ class StepProgress(StepPart):
 
 @final
 class SameBatch(StepPart):
-    """Checks that the batch is the next one of the run, on all workers."""
-
     def __init__(self, runs: ShardRuns) -> None:
         self._state, self._world = runs.state, runs.world
         self._epoch = Column(int, lambda step: step.batch.cursor.epoch)
@@ -192,7 +190,6 @@ class SameSettings(StepPart):
 
 
 def _read_settings() -> dict[str, object]:
-    """Return the settings of the process that change the last bits, and that a loop may change."""
     return {
         "threads": torch.get_num_threads(),
         "deterministic operators": torch.are_deterministic_algorithms_enabled(),

@@ -145,7 +145,6 @@ class StepEngine:
         self._judge = StepJudge(self.runs, self._update)
 
     def part(self, kind: type[Part]) -> Part:
-        """Return the part of a kind."""
         return next(part for part in self._parts if isinstance(part, kind))
 
     def step(self, batch: ShardedBatch) -> StepResult:

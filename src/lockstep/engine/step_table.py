@@ -116,7 +116,6 @@ class StepResult:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Send the values to another process."""
         return _restore, (self.cursor, self.should_stop, self._read())
 
     def _values(self) -> tuple[Any, ...]:
@@ -154,7 +153,6 @@ class Failure(IntEnum):
     """Whether a worker can finish the step."""
 
     NONE = 0
-    """It can."""
     OWN = 1
     """It has raised an error of its own."""
     REDUCTION = 2
@@ -171,7 +169,6 @@ class Column(Generic[T_co]):
     kind: Callable[[Any], T_co]
     """What makes a value of the number: `int`, `bool`, `float`, ..."""
     read: Callable[["CurrentStep"], float | Tensor]
-    """Returns the number of this worker."""
     is_of_failed: bool = False
     """Whether a worker whose step has failed sends it too; else its number is 0."""
 
@@ -182,7 +179,6 @@ class ShardColumn:
     """A number that is sent of each shard, by the worker that has run it; 0 where it has none."""
 
     read: Callable[[], Mapping[int, float | Tensor]]
-    """Returns the numbers of the shards of this worker."""
 
 
 FAILURE: Final[Column[Failure]] = Column(Failure, lambda step: step.failure, is_of_failed=True)
@@ -246,8 +242,6 @@ class StepPart:
 @final
 @dataclass(frozen=True, slots=True)
 class WeightedLosses:
-    """Of every shard, loss times weight, and weight."""
-
     losses: tuple[float, ...]
     """0 for a shard without samples, and where they are on the device."""
     weights: tuple[float, ...]
@@ -263,7 +257,6 @@ class WeightedLosses:
 
     @property
     def mean_loss(self) -> float:
-        """The weighted mean of the losses; NaN where nothing has a weight."""
         weight = self.weight
         return sum_in_tree_order(self.losses) / weight if weight else math.nan
 
@@ -274,7 +267,6 @@ class Decision:
     """What all workers have decided to commit."""
 
     norm: Tensor | None
-    """The gradient's norm, where it is clipped."""
     is_skipped: bool
     """Whether parameters, buffers and optimizer stay as they are."""
     is_bad: Tensor | None
@@ -290,7 +282,6 @@ class CurrentStep:
         self.batch = batch
         self.update = update
         self.is_last = is_last
-        """Whether it is the last update of its step."""
         self.is_new_kind = True
         """Whether no step of this update was agreed on before."""
         self.has_recorded_parameters = False
@@ -359,7 +350,6 @@ class StepTable:
         self.ask_others: Callable[[GroupError], StepAgreement] = _raise
 
     def fill_in(self, step: CurrentStep, parts: Sequence[StepPart]) -> Rows:
-        """Return the table with the numbers of this worker alone (local)."""
         columns = list(chain.from_iterable(part.columns for part in parts))
         of_shards = list(chain.from_iterable(part.shard_columns for part in parts))
         start, end = self._world.rank * len(columns), self._world.world_size * len(columns)
@@ -385,7 +375,6 @@ class StepTable:
         step.rows = rows
 
     def exchange(self, numbers: list[float]) -> Sequence[float]:
-        """Return the sums of all workers' numbers (collective)."""
         group = self._world.group
         if group is None or self._world.world_size == 1:
             return numbers

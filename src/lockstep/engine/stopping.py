@@ -18,7 +18,6 @@ _HIGHER_IS_BETTER = frozenset({
 _TURNS_ROUND = frozenset({"neg", "negative", "minus"})
 """Words with which a name says the opposite: neg_log_loss."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+")
-"""A word of a_name or AName."""
 
 
 @final
@@ -67,7 +66,6 @@ class EarlyStopping(Callback):
         self._seen_names: list[str] = []
 
     def on_start(self, trainer: Any) -> None:
-        """End a run that is resumed after its end."""
         self._end_if_exhausted(trainer)
 
     def on_epoch(self, trainer: Any, epoch: int) -> None:  # noqa: ARG002 - the name is the moment's
@@ -84,7 +82,6 @@ class EarlyStopping(Callback):
         self._was_seen = None
 
     def on_evaluate(self, trainer: Any, values: Mapping[str, float]) -> None:
-        """Compare the metric with the best value."""
         if self.metric not in values:
             self._was_seen = bool(self._was_seen)
             self._seen_names = list(values)
@@ -136,11 +133,9 @@ class MaxSteps(Callback):
         self.steps = steps
 
     def on_start(self, trainer: Any) -> None:
-        """End a run that has taken its steps already, or let it take its last one."""
         self._check(trainer)
 
     def on_step(self, trainer: Any, result: Any) -> None:  # noqa: ARG002 - the name is the moment's
-        """End the training with the next step, if that is the last one."""
         self._check(trainer)
 
     def _check(self, trainer: Any) -> None:
@@ -172,16 +167,13 @@ class MaxTime(Callback):
         self._began: float | None = None
 
     def on_start(self, trainer: Any) -> None:
-        """Begin to count."""
         self._began = self._clock()
         self._check(trainer)
 
     def on_step(self, trainer: Any, result: Any) -> None:  # noqa: ARG002 - the name is the moment's
-        """Look at the clock."""
         self._check(trainer)
 
     def on_evaluate(self, trainer: Any, values: Mapping[str, float]) -> None:  # noqa: ARG002 - the name is the moment's
-        """Look at the clock."""
         self._check(trainer)
 
     def _check(self, trainer: Any) -> None:
@@ -193,7 +185,6 @@ class MaxTime(Callback):
         return self._before + (0.0 if self._began is None else self._clock() - self._began)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return for how long the run has trained."""
         return {"elapsed": self.elapsed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -228,13 +219,11 @@ class Freeze(Callback):
         self._frozen: list[nn.Parameter] | None = None
 
     def on_start(self, trainer: Any) -> None:
-        """Freeze the parameters, if the run is not there yet."""
         if self._frozen is None:
             self._frozen = self._find(trainer.model)
         self._set(trainer.cursor.epoch)
 
     def on_epoch(self, trainer: Any, epoch: int) -> None:
-        """Train them from the next epoch on, if it is the one."""
         del epoch
         self._set(trainer.cursor.epoch)
 

@@ -68,7 +68,6 @@ class Update:
         return self._updated_state is self._state.optimizer.state and self._updated >= self._with_gradient()
 
     def close(self) -> None:
-        """Let others step the optimizers (local)."""
         for guard in self._guards:
             guard.trainers.discard(self._owner())
 
@@ -161,8 +160,6 @@ class Update:
 
 @final
 class _WriteRecord:
-    """Finds whether parameters or the optimizer were written since. [Note: what an optimizer has written]."""
-
     def __init__(self, state: RunState, parameters: Sequence[nn.Parameter], *, reads_bits: bool) -> None:
         self._optimizer = state.optimizer
         self._trained = state.trained_parameters
@@ -174,7 +171,6 @@ class _WriteRecord:
         self._bits = sum_of_bits(parameters) if reads_bits else None
 
     def has_changed(self) -> bool:
-        """Return whether something was written, or may have been."""
         values = self._list_state()
         return (
             list(map(version_of, self._parameters)) != self._counts

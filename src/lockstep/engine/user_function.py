@@ -12,7 +12,6 @@ from lockstep.errors import LossError
 from lockstep.torch_private.compiler import is_compiler_error
 
 _PLACE = "place"
-"""The name of the parameter that gets it."""
 _REMEDIES = {
     "No working C++ compiler": (
         "torch.compile writes C++ for the CPU, and this machine has no C++ compiler that works. Install g++ (Debian, "
@@ -98,8 +97,6 @@ class StepPlace:
 
 @final
 class UserFunction:
-    """Calls a function with the model and a slice, and seeds the generators that both hold."""
-
     def __init__(self, function: Callable[..., Any], generators: OwnGenerators) -> None:
         self.generators = generators
         self.takes_place = _takes_place(function)
@@ -130,8 +127,7 @@ class ExplainedErrors:
     A class, because it is entered twice for each shard: a generator takes three times as long.
     """
 
-    def __enter__(self) -> None:
-        """Begin."""
+    def __enter__(self) -> None: ...
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if not isinstance(error, Exception):

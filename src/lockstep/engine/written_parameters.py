@@ -154,7 +154,6 @@ class WrittenParameters(StepPart):
 
     @torch.no_grad()
     def _broadcast(self, values: Tensor, source: int, messages: dict[torch.device, Tensor]) -> None:
-        """Overwrite the values of a parameter with those of a rank (collective)."""
         message = messages[values.device][: values.nbytes]
         place = message.view(values.dtype).view(values.shape)
         if self._world.rank == source:
