@@ -6,8 +6,7 @@ Each worker averages the same bits in the same order, so the average has the sam
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -219,8 +218,7 @@ def weights_in_place(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterato
         put_weights(model, own)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveValues:
+class LiveValues(NamedTuple):
     """The tensors that an average has, by the names of the model's `state_dict`."""
 
     averaged: Mapping[str, Tensor]
@@ -254,7 +252,7 @@ class LiveTensors:
         copied: dict[str, Tensor] = {}
         for name, module, own, is_averaged in self._buffers:
             (averaged if is_averaged else copied)[name] = getattr(module, own)
-        return LiveValues(averaged=averaged, copied=copied)
+        return LiveValues(averaged, copied)
 
 
 def _is_inexact(tensor: Tensor) -> bool:

@@ -206,7 +206,7 @@ class StepJudge:
         pending = _LaunchedStep(
             self._runs, step, read_row, means, skips_nonfinite=self._skips_nonfinite, has_norm=norm is not None
         )
-        self._state.unread_step = pending
+        self._state.unread_step = pending.find_error
         return Decision(norm=norm, is_skipped=False, is_bad=is_bad, read=pending.read)
 
 
@@ -234,6 +234,10 @@ class _LaunchedStep:
         self._restore_progress = self._state.record_progress()
         self._outcome: StepOutcome | None = None
         self.error: LossError | None = None
+
+    def find_error(self) -> LossError | None:
+        self.read()
+        return self.error
 
     def read(self) -> StepOutcome:
         """Return what the step has computed, and put its progress back if it is an error (local); waits once."""

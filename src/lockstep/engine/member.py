@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Final, TypeVar, final
 
 import torch
@@ -69,6 +70,21 @@ class _Standing:
     is_between: bool
 
 
+class _Place(Enum):
+    """Where a worker is among its calls; `Member` makes every transition.
+
+    OUTSIDE -> IN_CALL -> ENDED -> OUTSIDE          a call, and what follows when it is complete
+               IN_CALL -> MET -> IN_CALL            the last exchange has failed, and no worker has completed the call
+    OUTSIDE -> BOUNDARY -> OUTSIDE                  other workers are met before a step, or to join or help them
+    """
+
+    OUTSIDE = auto()
+    IN_CALL = auto()
+    MET = auto()
+    ENDED = auto()
+    BOUNDARY = auto()
+
+
 @final
 class Member:
     """This worker, in a run that continues with other workers."""
@@ -80,12 +96,11 @@ class Member:
         self._num_trainers = 0
         self._num_calls = 0
         self._last = CallOutcome()
-        self._is_in_call = False
-        self._is_between = False
-        self._has_met = False
+        self._place = _Place.OUTSIDE
         self._to_adopt: tuple[World, NextGeneration] | None = None
         self._failed_at = 0.0
-        self._callbacks: list[Callable[[World], object]] = []
+        self.callbacks: list[Callable[[World], object]] = []
+        """Called whenever there are other workers, in this order."""
         self._caller: weakref.ref[Any] = weakref.ref(self)
         self._leader: weakref.ref[Any] | None = None
         self.before_leaving: Callable[[], object] = _do_nothing
@@ -119,11 +134,15 @@ class Member:
         """
         if self._is_in_call:
             return body()  # a part of the call that it is made in
-        self._is_in_call, self._caller = True, weakref.ref(trainer)
+        self._place, self._caller = _Place.IN_CALL, weakref.ref(trainer)
         try:
             return self._complete(body, finish)
         finally:
-            self._is_in_call = False
+            self._place = _Place.OUTSIDE
+
+    @property
+    def _is_in_call(self) -> bool:
+        return self._place in {_Place.IN_CALL, _Place.MET, _Place.ENDED}
 
     def confirmed(self, body: Callable[[], Result], world: Callable[[], World]) -> Result:
         """Let no worker complete a call before all can (collective). [Note: one call apart]."""
@@ -141,7 +160,8 @@ class Member:
             raise error
         outcome = self._meet_others(error)
         if outcome is None:
-            self._has_met = True
+            if self._place is _Place.IN_CALL:
+                self._place = _Place.MET
             raise error
         outcome.raise_error()
         return outcome
@@ -152,7 +172,7 @@ class Member:
                 try:
                     result = body()
                 except GroupError as error:
-                    if not self._has_met:
+                    if self._place is not _Place.MET:
                         if not self._is_loss(error):
                             raise
                         outcome = self._meet_others(error)
@@ -160,7 +180,7 @@ class Member:
                             outcome.raise_error()
                             raise
                     _release(error)
-                    self._has_met = False
+                    self._place = _Place.IN_CALL
                     self._adopt(is_repeated=True)
                     continue
             except BaseException as error:
@@ -172,11 +192,8 @@ class Member:
     def _end(self, outcome: CallOutcome) -> None:
         self._num_calls += 1
         self._last = outcome
-        self._is_between, self._has_met = True, False
-        try:
-            self._adopt(is_repeated=False)
-        finally:
-            self._is_between = False
+        self._place = _Place.ENDED
+        self._adopt(is_repeated=False)
 
     def _is_loss(self, error: GroupError) -> bool:
         return isinstance(error, PeerLostError) or self.generations.has_next
@@ -192,7 +209,7 @@ class Member:
         is_planned = number > self.generations.number  # else a worker was lost, so it was given up
         if self._is_in_call or not (is_planned or self.generations.has_next):
             return
-        self._is_between, self._failed_at = True, time.monotonic()
+        self._place, self._failed_at = _Place.BOUNDARY, time.monotonic()
         try:
             if self.generations.has_next:
                 self._meet_others(GroupError("A worker was lost. (LS602)"))
@@ -200,7 +217,7 @@ class Member:
                 self._meet_planned(number, world.world_size)
             self._adopt(is_repeated=False)
         finally:
-            self._is_between = False
+            self._place = _Place.OUTSIDE
 
     def _meet_planned(self, number: int, world_size: int) -> None:
         try:
@@ -214,7 +231,7 @@ class Member:
     def join(self) -> None:
         """Join the others, as a new worker (collective); SystemExit if the run has ended or needs no more workers."""
         self._failed_at = time.monotonic()
-        self._is_between = True
+        self._place = _Place.BOUNDARY
         while self.generations.is_joiner:
             if not self.generations.wait_to_join():
                 self.generations.has_left = True
@@ -224,21 +241,17 @@ class Member:
             except GroupError:  # a worker was lost meanwhile: the launcher sends another generation later
                 continue
             self.generations.become_member()
-        self._is_between = False
+        self._place = _Place.OUTSIDE
         self._adopt(is_repeated=False)
 
     def help_others(self) -> None:
         """Join the next generation for the sake of the others: this worker makes no calls any more (collective)."""
         if not self.generations.has_next:
             return
-        self._is_between = True
+        self._place = _Place.BOUNDARY
         with suppress(GroupError):  # one more is lost, and there will be another generation
             self._meet()
             self._adopt(is_repeated=False)
-
-    def on_new_world(self, callback: Callable[[World], object]) -> None:
-        """Call `callback` whenever there are other workers, in the order in which callbacks were added (local)."""
-        self._callbacks.append(callback)
 
     def _meet_others(self, error: GroupError) -> CallOutcome | None:
         """Meet the workers that are left, however many times one more is lost (collective); see `_meet`."""
@@ -255,7 +268,8 @@ class Member:
         """Meet the workers of the next generation (collective); return how the present call ended elsewhere, if so."""
         world, joined = self.generations.join_next()
         self._to_adopt = world, joined
-        mine = _Standing(calls=self._num_calls, has_state=not self.generations.is_joiner, is_between=self._is_between)
+        is_between = self._place in {_Place.ENDED, _Place.BOUNDARY}
+        mine = _Standing(calls=self._num_calls, has_state=not self.generations.is_joiner, is_between=is_between)
         with calls_for(_PURPOSE):
             found: list[_Standing] = world.gather_objects(mine)
             old = [rank for rank, each in enumerate(found) if each.has_state]
@@ -301,7 +315,7 @@ class Member:
             for trainer in trainers.values():
                 trainer.adopt(world, is_repeated=is_repeated)
             try:
-                for callback in self._callbacks:
+                for callback in self.callbacks:
                     callback(world)
             except GroupError as error:
                 if not self._is_loss(error):

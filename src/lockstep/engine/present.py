@@ -71,17 +71,19 @@ class Continued:
 class PresentEngine:
     """Makes the collective calls of a trainer, with the workers that there are.
 
-    Constructing is collective, as that of a `StepEngine`. `on_step` is called with each result, as a part of the step.
-    `member` is None where the loss of a worker is an error of the call.
+    Constructing is collective, as that of a `StepEngine`. `member` is None where the loss of a worker is an error of
+    the call.
     """
 
     def __init__(
         self,
+        trainer: Any,
         state: RunState,
         arguments: TrainerArguments,
         world: World,
         descriptions: Sequence[Description],
     ) -> None:
+        self._trainer = weakref.ref(trainer)
         self._state = state
         self._arguments = arguments
         continues = arguments.on_worker_loss == "continue" and world == current_world()
@@ -89,7 +91,6 @@ class PresentEngine:
         state.waits_for_device = generations is not None
         # A callback that looks at a step must not look at one that is undone when its loss is read.
         state.may_be_unread = not state.callbacks.of("on_step")
-        self.on_step: Callable[[StepResult], None] | None = None
         self.on_continued: Callable[[Continued, World], None] = _log
         self._is_in_callback = False
         self._is_in_step = False
@@ -128,10 +129,10 @@ class PresentEngine:
             batch = batch.for_present_workers()
         self.engine.requests.planned = self._planned_number()
         result = self.engine.step(batch)
-        if self.on_step is not None:
+        if self._state.callbacks.of("on_step"):
             self._is_in_callback = True
             try:
-                self.on_step(result)
+                self._state.callbacks.call("on_step", self._trainer(), result)
             finally:
                 self._is_in_callback = False
         return result
@@ -146,24 +147,19 @@ class PresentEngine:
     def repeatable(self, call: Callable[[World], Result]) -> Result:
         """Make a call that changes no state, or that may be made again (collective)."""
         self._check_not_in_callback()
-        return self._repeat(call, _no_agreement)
+        return self._repeat(call)
 
-    def _repeat(self, call: Callable[[World], Result], finish: Callable[[], None]) -> Result:
+    def _repeat(self, call: Callable[[World], Result], finish: Callable[[], None] = lambda: None) -> Result:
         member = self.member
         if member is None:
-            result = call(self.world)
-            finish()
-            return result
+            return call(self.world)
         return member.call(self, lambda: member.confirmed(lambda: call(self.world), lambda: self.world), finish)
 
     def on_new_world(self, callback: Callable[[World], object]) -> None:
         """Call `callback` with the present workers, and again whenever there are others (collective)."""
-
-        def add() -> None:  # before the call ends: then there may be other workers at once
-            if self.member is not None:
-                self.member.on_new_world(callback)
-
-        self._repeat(callback, add)
+        member = self.member
+        # It is added before the call ends: then there may be other workers at once.
+        self._repeat(callback, lambda: None if member is None else member.callbacks.append(callback))
 
     def join(self, loop: Stateful | None, before_leaving: Callable[[], object] | None) -> bool:
         """Join the others if this worker is new (collective); return whether it is. See `Trainer.join`."""
@@ -268,20 +264,19 @@ class PresentEngine:
         self._state.load_for_worker(found)
 
     def report_change(self, joined: NextGeneration, world: World, seconds: float, *, is_repeated: bool) -> None:
-        self.on_continued(
-            Continued(
-                generation=joined.number,
-                lost=joined.lost,
-                arrived=joined.arrived,
-                left=joined.leaving,
-                world_size=world.world_size,
-                shards=even_ranges(world.world_size, self._state.num_shards),
-                cursor=self._state.cursor,
-                repeats_step=is_repeated and self._is_in_step,
-                seconds=seconds,
-            ),
-            world,
+        continued = Continued(
+            generation=joined.number,
+            lost=joined.lost,
+            arrived=joined.arrived,
+            left=joined.leaving,
+            world_size=world.world_size,
+            shards=even_ranges(world.world_size, self._state.num_shards),
+            cursor=self._state.cursor,
+            repeats_step=is_repeated and self._is_in_step,
+            seconds=seconds,
         )
+        self.on_continued(continued, world)
+        self._state.callbacks.call("on_workers_changed", self._trainer(), continued)
 
 
 def _member_of(generations: Generations) -> Member:
@@ -289,10 +284,6 @@ def _member_of(generations: Generations) -> Member:
         generations.member = member = Member(generations)
         generations.help_others = member.help_others
     return generations.member
-
-
-def _no_agreement() -> None:
-    """Return nothing: the call is no step."""
 
 
 def _log(continued: Continued, world: World) -> None:
@@ -321,8 +312,6 @@ class Moments:
         self._has_ended = not self.callbacks
         self._evaluations: dict[str, float] | None = None
         self._under_way: set[str] = set()
-        if self.callbacks.of("on_step"):
-            present.on_step = lambda result: self.callbacks.call("on_step", self._trainer(), result)
 
     def start(self, *, is_new_worker: bool = False) -> None:
         """Call `on_start`, once (collective, but for a new worker, of which the others have no call)."""
@@ -406,16 +395,6 @@ class Moments:
         if not self._has_ended and self._has_started:
             self._has_ended = True
             self.callbacks.call("on_end", self._trainer())
-
-    def with_callbacks(self, listener: Callable[[Continued, World], None]) -> Callable[[Continued, World], None]:
-        if not self.callbacks.of("on_workers_changed"):
-            return listener
-
-        def listen(continued: Continued, world: World) -> None:
-            listener(continued, world)
-            self.callbacks.call("on_workers_changed", self._trainer(), continued)
-
-        return listen
 
     def _look(self, moment: str, value: Any) -> None:
         """Call those that look at a moment (collective); not for what one of them does in it, which would not end."""

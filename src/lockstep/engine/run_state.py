@@ -7,7 +7,7 @@ Nothing here holds a `World`: a run may continue with other workers, and each se
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -42,17 +42,6 @@ from lockstep.errors import CheckpointError, LossError, UnusableStateError, clau
 from lockstep.torch_private.compiler import has_compiled_part
 
 
-class UnreadStep(Protocol):
-    """A step whose loss may still be on the device."""
-
-    @property
-    def error(self) -> LossError | None:
-        """The error of a step that was not finite, once it was read."""
-
-    def read(self) -> object:
-        """Read it, which may wait for the device."""
-
-
 @final
 class RunState:
     """The state of a run on one worker; the same on every worker between two steps.
@@ -83,7 +72,8 @@ class RunState:
         self.end_reason = ""
         self.end_reason_after_step = ""
         self.note_scheduler()
-        self.unread_step: UnreadStep | None = None
+        self.unread_step: Callable[[], LossError | None] | None = None
+        """Reads what is on the device of the last step, which may wait; returns its error if it was not finite."""
         self.may_be_unread = True
         self.waits_for_device = False
         self._updates_made: dict[str, Callable[[], StepOutcome]] = {}
@@ -188,14 +178,15 @@ class RunState:
     def read_last_step(self) -> None:
         """Read what is on the device of the last step, which may wait; an error puts its progress back (local)."""
         if self.unread_step is not None:
-            self.unread_step.read()
+            self.unread_step()
 
     def check_last_step(self) -> None:
         """Raise the `LossError` of the last step, if it was known only later; once (local, the same on all workers)."""
         self.read_last_step()
-        step, self.unread_step = self.unread_step, None
-        if step is not None and step.error is not None:
-            raise step.error
+        read, self.unread_step = self.unread_step, None
+        error = None if read is None else read()
+        if error is not None:
+            raise error
 
     def note_scheduler(self) -> None:
         """Note how often the scheduler was stepped, which the next step compares (local)."""

@@ -38,6 +38,8 @@ from lockstep.reduce.model import Description, describe_options
 from lockstep.version import VERSION
 
 Result = TypeVar("Result")
+SCHEDULED = frozenset({"lr", "momentum", "betas"})
+"""Options of an optimizer that schedulers set."""
 _CLASSES = ("optimizer", "scheduler", "other_scheduler")
 _PLAIN = ("epoch", "step", "global_step", "num_shards", "seed", "loader", "fingerprint")
 _ENCODED = ("optimizer", "scaler")
@@ -151,29 +153,6 @@ def split_scheduler_state(
     return {**known, "scheduler": None}, made
 
 
-def write_on_rank_0(world: World, path: Path, take: Callable[[], Checkpoint]) -> Path:
-    """Write a checkpoint on rank 0 and return its path (collective); it is durable then.
-
-    `take` is called on rank 0 alone. In a directory the file is named by its step. An error is raised on all ranks, and
-    what was under `path` before is still there.
-    """
-
-    def write() -> Path:
-        checkpoint = take()
-        file = path / checkpoint_name(checkpoint.manifest.global_step) if path.is_dir() else path
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"The directory of the checkpoint {file} cannot be created: {error}. (LS703)"
-            ) from error
-        with own_recorder().during(EventKind.SAVING, text="save"):
-            save_checkpoint(file, with_digest(checkpoint))
-        return file
-
-    return world.from_first(write)
-
-
 def read_on_all_ranks(world: World, path: Path) -> tuple[Path, Checkpoint]:
     """Read the same checkpoint on every rank, every byte checked (collective).
 
@@ -219,9 +198,6 @@ def _warn_of_broken(error: CheckpointError) -> None:
     warnings.warn(f"{without_code(error)} The one before is loaded. (LS713)", stacklevel=stacklevel_of_user())
 
 
-SCHEDULED = frozenset({"lr", "momentum", "betas"})
-
-
 def save_state(
     state: RunState,
     world: World,
@@ -237,10 +213,21 @@ def save_state(
     if world.rank == 0:
         warn_of_late_scheduler(scheduler, state.cursor)
 
-    def take() -> Checkpoint:
-        return pack_state(state.to_dict(), state.scheduler if scheduler is None else scheduler, None, metrics, extra)
+    def write() -> Path:
+        stepped = state.scheduler if scheduler is None else scheduler
+        checkpoint = pack_state(state.to_dict(), stepped, None, metrics, extra)
+        file = path / checkpoint_name(checkpoint.manifest.global_step) if path.is_dir() else path
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"The directory of the checkpoint {file} cannot be created: {error}. (LS703)"
+            ) from error
+        with own_recorder().during(EventKind.SAVING, text="save"):
+            save_checkpoint(file, with_digest(checkpoint))
+        return file
 
-    return write_on_rank_0(world, path, take)
+    return world.from_first(write)
 
 
 def load_state(

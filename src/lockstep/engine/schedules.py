@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep.engine.callbacks import Callback, is_of_cut_epoch
 from lockstep.engine.optimizers import separate_optimizers
-from lockstep.engine.stopping import conclude_mode
+from lockstep.engine.stopping import MetricCallback
 
 ScheduleName = Literal["constant", "cosine", "linear"]
 
@@ -123,7 +122,7 @@ def parameter_groups(
 
 
 @final
-class ReduceLROnPlateau(Callback):
+class ReduceLROnPlateau(MetricCallback):
     """Multiplies the learning rate by `factor` when a metric has not become better in some evaluations.
 
     `torch.optim.lr_scheduler.ReduceLROnPlateau` as a callback, stepped with the mean over the whole data set that
@@ -153,11 +152,9 @@ class ReduceLROnPlateau(Callback):
         mode: Literal["min", "max"] | None = None,
         **options: Any,
     ) -> None:
-        if mode not in {None, "min", "max"}:
-            raise ValueError(f"mode is {mode!r}, expected 'min' if a lower {metric} is better, or 'max'. (LS526)")
-        self.metric, self.optimizer = metric, optimizer
-        self.scheduler = torch_schedulers.ReduceLROnPlateau(optimizer, mode or conclude_mode(metric), **options)
-        self._missed: list[str] | None = None
+        super().__init__(metric, mode)
+        self.optimizer = optimizer
+        self.scheduler = torch_schedulers.ReduceLROnPlateau(optimizer, self.mode, **options)
 
     def on_start(self, trainer: Any) -> None:
         """Check that nothing else sets the rate.
@@ -180,26 +177,9 @@ class ReduceLROnPlateau(Callback):
                 "Use one of them. (LS503)"
             )
 
-    def on_epoch(self, trainer: Any, epoch: int) -> None:  # noqa: ARG002 - the name is the moment's
-        """Check that the evaluations after the epoch before had the metric.
-
-        Raises:
-            ValueError: They had other ones.
-        """
-        if self._missed:
-            raise ValueError(
-                f"ReduceLROnPlateau waits for the metric {self.metric!r}, but evaluations have given "
-                f"{', '.join(self._missed)}. Name one of these. (LS526)"
-            )
-        self._missed = None
-
-    def on_evaluate(self, trainer: Any, values: Mapping[str, float]) -> None:
-        if self.metric in values:
-            self._missed = []
-            if not is_of_cut_epoch(trainer):
-                self.scheduler.step(float(values[self.metric]))
-        elif self._missed is None:
-            self._missed = list(values)
+    def _look(self, trainer: Any, value: float) -> None:
+        del trainer
+        self.scheduler.step(value)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.scheduler.state_dict())

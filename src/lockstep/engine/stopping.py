@@ -20,8 +20,43 @@ _TURNS_ROUND = frozenset({"neg", "negative", "minus"})
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+")
 
 
+class MetricCallback(Callback):
+    """A callback that looks at one metric of the evaluations, and lets it be found out where they never have it."""
+
+    def __init__(self, metric: str, mode: Literal["min", "max"] | None) -> None:
+        if mode not in {None, "min", "max"}:
+            raise ValueError(f"mode is {mode!r}, expected 'min' if a lower {metric} is better, or 'max'. (LS526)")
+        self.metric = metric
+        self.mode = mode or conclude_mode(metric)
+        self._given_instead: list[str] | None = None
+
+    def on_epoch(self, trainer: Any, epoch: int) -> None:  # noqa: ARG002 - the name is the moment's
+        """Check that the evaluations after the epoch before had the metric.
+
+        Raises:
+            ValueError: They had other ones.
+        """
+        if self._given_instead:
+            raise ValueError(
+                f"{type(self).__name__} waits for the metric {self.metric!r}, but evaluations have given "
+                f"{', '.join(self._given_instead)}. Name one of these. (LS526)"
+            )
+        self._given_instead = None
+
+    def on_evaluate(self, trainer: Any, values: Mapping[str, float]) -> None:
+        if self.metric in values:
+            self._given_instead = []
+            if not is_of_cut_epoch(trainer):
+                self._look(trainer, float(values[self.metric]))
+        elif self._given_instead is None:
+            self._given_instead = list(values)
+
+    def _look(self, trainer: Any, value: float) -> None:
+        """Look at the metric's value."""
+
+
 @final
-class EarlyStopping(Callback):
+class EarlyStopping(MetricCallback):
     """Ends the training when a metric has not become better for some evaluations.
 
         trainer = ls.Trainer(
@@ -56,40 +91,15 @@ class EarlyStopping(Callback):
             raise ValueError(f"patience is {patience!r}, expected a whole number of evaluations, 1 or more. (LS526)")
         if not (min_delta >= 0 and math.isfinite(min_delta)):
             raise ValueError(f"min_delta is {min_delta!r}, expected 0 or more. (LS526)")
-        if mode not in {None, "min", "max"}:
-            raise ValueError(f"mode is {mode!r}, expected 'min' if a lower {metric} is better, or 'max'. (LS526)")
-        self.metric, self.patience, self.min_delta = metric, patience, min_delta
-        self.mode = mode or conclude_mode(metric)
+        super().__init__(metric, mode)
+        self.patience, self.min_delta = patience, min_delta
         self.best: float | None = None
         self.num_bad = 0
-        self._was_seen: bool | None = None
-        self._seen_names: list[str] = []
 
     def on_start(self, trainer: Any) -> None:
         self._end_if_exhausted(trainer)
 
-    def on_epoch(self, trainer: Any, epoch: int) -> None:  # noqa: ARG002 - the name is the moment's
-        """Check that the evaluations after the epoch before had the metric.
-
-        Raises:
-            ValueError: They had other ones.
-        """
-        if self._was_seen is False:
-            raise ValueError(
-                f"EarlyStopping waits for the metric {self.metric!r}, but evaluations have given "
-                f"{', '.join(self._seen_names)}. Name one of these. (LS526)"
-            )
-        self._was_seen = None
-
-    def on_evaluate(self, trainer: Any, values: Mapping[str, float]) -> None:
-        if self.metric not in values:
-            self._was_seen = bool(self._was_seen)
-            self._seen_names = list(values)
-            return
-        self._was_seen = True
-        if is_of_cut_epoch(trainer):
-            return
-        value = float(values[self.metric])
+    def _look(self, trainer: Any, value: float) -> None:
         sign = 1.0 if self.mode == "max" else -1.0
         is_better = self.best is None or sign * value > sign * self.best + self.min_delta
         if is_better and not math.isnan(value):

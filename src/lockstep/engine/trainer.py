@@ -178,12 +178,11 @@ class Trainer:
         self.seed = self._state.seed
         self._switches = DeterminismSwitches(deterministic=deterministic)
         try:
-            self._present = PresentEngine(self._state, arguments, world, descriptions)
+            self._present = PresentEngine(self, self._state, arguments, world, descriptions)
         except BaseException:
             self._switches.restore()
             raise
         self.moments = Moments(self, self._state, self._present)
-        self.on_continued(self._present.on_continued)
 
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective: every worker calls, with its part of the same batch).
@@ -446,7 +445,7 @@ class Trainer:
         It is called with what has happened and the present workers, in the call that continues. It may make no
         collective calls.
         """
-        self._present.on_continued = self.moments.with_callbacks(listener)
+        self._present.on_continued = listener
 
     def on_new_world(self, callback: Callable[[World], object]) -> None:
         """Call `callback(world)` now, and again whenever the workers are others (collective).
