@@ -1,9 +1,10 @@
-"""Constructing what a config names: model, data, loss, optimizer, scheduler, callbacks, metrics."""
+"""Making what a config names: data, model, loss, optimizer, scheduler, callbacks, metrics."""
 
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, Subset
 
-from lockstep.data import ShardedLoader, Stream, as_stream
+from lockstep.data import ShardedLoader, Stream, as_stream, read_lengths, read_weights
 from lockstep.devices.transfer import is_asynchronous
 from lockstep.engine import Loss, Metric, Trainer
 from lockstep.engine.arguments import can_be_called, check_scheduler
@@ -23,9 +24,8 @@ from lockstep.engine.evaluation import MetricValues, accuracy, has_classes
 from lockstep.engine.schedules import ReduceLROnPlateau, make_schedule, parameter_groups
 from lockstep.engine.state_parts import Scheduler, Stateful
 from lockstep.engine.stopping import EarlyStopping, MaxSteps, MaxTime
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
-from lockstep.runs.build_data import build_collate, build_lengths, build_weights, preferred_set, split_sets
 from lockstep.runs.config import Config, NamedObject, parse_seconds
 from lockstep.runs.importing import call_object, import_object
 from lockstep.shards import derive_seed
@@ -41,6 +41,14 @@ WITHOUT_CALLBACKS: dict[str, Any] = {
     "max_time": None,
 }
 """What a config is changed to where no run is trained to its end; `max_steps` stays, on which a schedule depends."""
+TEST, TRAIN = "test", "train"
+_BALANCED = "balanced"
+"""The name of the weights with which each class is drawn equally often."""
+_KINDS: Mapping[str, tuple[type, str]] = {
+    "model": (nn.Module, "a torch.nn.Module"),
+    "optimizer": (Optimizer, "a torch.optim.Optimizer"),
+}
+"""What an object must be that is made of a key with `KEY_args` beside it; the others can be anything."""
 _DRY_STEPS = 2
 """Steps of a dry run, and batches of each of its evaluations."""
 _PAIRWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
@@ -83,14 +91,15 @@ def build_parts(config: Config, device: torch.device) -> RunParts:
     """Construct everything that a config names (collective: every worker calls)."""
     set_deterministic(config.deterministic)
     seed_generators(derive_seed("build", config.seed))
-    train_set, others = _limit_data(config, *_find_streams(config, *_build_data(config)))
+    sets = split_sets("data", config.data, make_named(config, "data"))
+    train_set, others = _limit_data(config, *_find_streams(config, *sets))
     # Seeded again, so that random numbers drawn for the data do not change the model.
     seed_generators(derive_seed("model", config.seed))
     model = _build_model(config, device)
     optimizer = build_optimizer(config, model)
     scheduler = build_scheduler(config, optimizer, train_set)
     criterion = build_criterion(config, device)
-    metrics = build_metrics(config, criterion, device)
+    metric, collection = build_metrics(config, criterion, device)
     callbacks = build_callbacks(config, optimizer)
     if config.dry_run:
         callbacks.append(MaxSteps(_DRY_STEPS))
@@ -100,16 +109,16 @@ def build_parts(config: Config, device: torch.device) -> RunParts:
         train_set,
         device,
         shuffle=True,
-        weights=build_weights(config, train_set),
-        lengths=build_lengths(config, train_set),
+        weights=_numbers_of_samples(config, "weights", train_set, read_weights),
+        lengths=_numbers_of_samples(config, "lengths", train_set, read_lengths),
     )
     held = trainer.moments.callbacks
     named = dict(zip(held.names, held.all(), strict=True))  # as in a checkpoint: a second EMA is EMA-2
     return RunParts(
         trainer=trainer,
         scheduler=scheduler,
-        metric=metrics.function,
-        collection=metrics.collection,
+        metric=metric,
+        collection=collection,
         averages={name.lower(): each for name, each in named.items() if isinstance(each, AveragedWeights)},
         train=train,
         states={"loader": train} if isinstance(train_set, Stream) else {},
@@ -118,8 +127,25 @@ def build_parts(config: Config, device: torch.device) -> RunParts:
     )
 
 
-def _build_data(config: Config) -> tuple[Dataset[Any], dict[str, Dataset[Any]]]:
-    return split_sets("data", config.data, call_object("data", import_object("data", config.data), **config.data_args))
+def make_named(config: Config, key: str, *arguments: Any) -> Any:
+    """Call what the config names under a key with these arguments and those of `KEY_args`; check what it makes."""
+    path = getattr(config, key)
+    made = call_object(key, import_object(key, path), *arguments, **getattr(config, f"{key}_args"))
+    kind, expected = _KINDS.get(key, (object, ""))
+    if not isinstance(made, kind):
+        raise ConfigError(
+            f"{key} is {path!r}, which made a value of type {type(made).__name__}, not {expected}. (LS806)"
+        )
+    return made
+
+
+@contextmanager
+def _refused(said: str, code: str, advice: str = "") -> Iterator[None]:
+    """Turn the TypeError or ValueError with which a value of the config is refused into an error of the config."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{said}: {error} {advice}({code})") from error
 
 
 def _find_streams(
@@ -128,10 +154,8 @@ def _find_streams(
     """Return the data sets, those that are streams as such."""
     found: dict[str, Dataset[Any]] = {}
     for name, each in {"train": train, **others}.items():
-        try:
+        with _refused(f"data is {config.data!r}, whose {name} set cannot be used", "LS806"):
             found[name] = as_stream(each) or each
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"data is {config.data!r}, whose {name} set cannot be used: {error} (LS806)") from error
     return found.pop("train"), found
 
 
@@ -153,13 +177,91 @@ def first_samples(data: Dataset[Any], number: int) -> Dataset[Any]:
     return Subset(data, range(min(number, len(sized))))
 
 
-def _build_model(config: Config, device: torch.device) -> nn.Module:
-    model = call_object("model", import_object("model", config.model), **config.model_args)
-    if not isinstance(model, nn.Module):
+def split_sets(key: str, path: str, found: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the training set and the others by name; `found` is one set, (train, test), or sets by name."""
+    if isinstance(found, Mapping):
+        if TRAIN not in found or not all(str(name).isidentifier() for name in found):
+            raise ConfigError(
+                f"{key} is {path!r}, which returned sets called {', '.join(map(str, found))}; expected train and "
+                "others with names like val and test. (LS806)"
+            )
+        return found[TRAIN], {name: each for name, each in found.items() if name != TRAIN and each is not None}
+    if isinstance(found, tuple | list) and any(isinstance(part, Dataset) for part in found):
+        if len(found) != 2:  # noqa: PLR2004 - (train, test)
+            raise ConfigError(
+                f"{key} is {path!r}, which returned {len(found)} data sets; expected (train, test), or a "
+                "dictionary {'train': ..., 'val': ..., 'test': ...}. (LS806)"
+            )
+    elif not (isinstance(found, tuple) and len(found) == 2):  # noqa: PLR2004
+        return found, {}
+    train, test = found
+    return train, {} if test is None else {TEST: test}
+
+
+def preferred_set(train: Any, others: Mapping[str, Any]) -> Any:
+    """Return the test set; without one the first of the others, else the training set."""
+    return others.get(TEST, next(iter(others.values()), train))
+
+
+def unknown_set(data: str, known: Collection[str]) -> ConfigError:
+    return ConfigError(
+        f"--data is {data!r}, which this run does not have: expected {', '.join(dict.fromkeys(known))}, or the import "
+        "path of a function that returns a data set, as in mine:new. (LS814)"
+    )
+
+
+def build_collate(config: Config) -> Callable[[list[Any]], Any] | None:
+    """Return what makes a batch of a list of samples; None for torch's `default_collate`."""
+    if config.collate is None:
+        return None
+    found: Callable[[list[Any]], Any] = import_object("collate", config.collate)
+    if not callable(found):
         raise ConfigError(
-            f"model is {config.model!r}, which made a value of type {type(model).__name__}, not a "
-            "torch.nn.Module. (LS806)"
+            f"collate is {config.collate!r}, a {type(found).__name__}, expected a function of a list. (LS806)"
         )
+    return found
+
+
+def _numbers_of_samples(
+    config: Config, key: str, train_set: Dataset[Any], read: Callable[[Any, Dataset[Any]], Tensor]
+) -> Tensor | None:
+    """Return the `weights` or the `lengths` of the samples of the training set; None if the config names none.
+
+    A run that is to overfit sees each of its samples, which are other ones than those of the function.
+    """
+    value = getattr(config, key)
+    if config.overfit is not None or value is None:
+        return None
+    if isinstance(train_set, Stream):
+        raise ConfigError(
+            f"{key} is {value!r}, and the training set is a stream, whose samples have no index: "
+            f"leave {key} out. (LS409)"
+        )
+    if not hasattr(train_set, "__len__"):
+        return None
+    with _refused(f"{key} is {value!r}, which cannot be used", "LS806"):
+        return read(_BALANCED if value == _BALANCED else _call(key, value, train_set), train_set)
+
+
+def _call(key: str, path: str, train_set: Dataset[Any]) -> Any:
+    function = import_object(key, path)
+    if not callable(function):
+        raise ConfigError(
+            f"{key} is {path!r}, a {type(function).__name__}, expected a function of the training set. (LS806)"
+        )
+    try:
+        return function(train_set)
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{key} is {path!r}, which was called with the training set and raised {type(error).__name__}: {error}. "
+            "Run with --debug to see the traceback. (LS806)"
+        ) from error
+
+
+def _build_model(config: Config, device: torch.device) -> nn.Module:
+    model: nn.Module = make_named(config, "model")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"model is {config.model!r}, which has no parameter that requires a gradient. (LS806)")
     return model.to(device)
@@ -173,7 +275,7 @@ def _build_trainer(
     loss: Loss,
     callbacks: Sequence[Callback],
 ) -> Trainer:
-    try:
+    with _refused("The config cannot be used for training", "LS805"):
         if scheduler is not None:
             check_scheduler(scheduler, optimizer)
         return Trainer(
@@ -196,8 +298,6 @@ def _build_trainer(
             min_workers=config.min_workers,
             callbacks=callbacks,
         )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"The config cannot be used for training: {error} (LS805)") from error
 
 
 def _build_loader(
@@ -209,7 +309,9 @@ def _build_loader(
     weights: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> ShardedLoader:
-    try:
+    name = "train" if shuffle else "test"
+    advice = "The function returns (train, test), or (train, None). "
+    with _refused(f"data is {config.data!r}, whose {name} set cannot be used", "LS806", advice):
         return ShardedLoader(
             dataset,
             batch_size=config.batch_size,
@@ -224,27 +326,14 @@ def _build_loader(
             persistent_workers=config.loader_workers > 0,
             pin_memory=is_asynchronous(device),
         )
-    except (TypeError, ValueError) as error:
-        name = "train" if shuffle else "test"
-        raise ConfigError(
-            f"data is {config.data!r}, whose {name} set cannot be used: {error} "
-            "The function returns (train, test), or (train, None). (LS806)"
-        ) from error
 
 
 def build_optimizer(config: Config, model: nn.Module) -> Optimizer:
     trained: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.param_groups or config.no_decay:
-        try:
+        with _refused("param_groups cannot be used", "LS807"):
             trained = parameter_groups(model, config.param_groups, no_decay=config.no_decay)
-        except ValueError as error:
-            raise ConfigError(f"param_groups cannot be used: {error} (LS807)") from error
-    optimizer = call_object("optimizer", import_object("optimizer", config.optimizer), trained, **config.optimizer_args)
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"optimizer is {config.optimizer!r}, which made a value of type {type(optimizer).__name__}, "
-            "not a torch.optim.Optimizer. (LS806)"
-        )
+    optimizer: Optimizer = make_named(config, "optimizer", trained)
     for pattern, options in config.param_groups.items():
         unknown = [name for name in options if name not in optimizer.defaults]
         if unknown:
@@ -259,17 +348,13 @@ def build_scheduler(config: Config, optimizer: Optimizer, train_set: Any) -> Sch
     """Construct the scheduler, which the trainer or the loop steps; None without one, or if it is a callback."""
     if config.schedule is not None:
         steps = _count_steps(config, train_set)
-        try:
+        with _refused(f"scheduler is {config.schedule!r}, which cannot be used", "LS807"):
             return make_schedule(
                 optimizer, config.schedule, num_steps=steps, warmup=config.warmup, **config.scheduler_args
             )
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"scheduler is {config.schedule!r}, which cannot be used: {error} (LS807)") from error
     if config.scheduler in {None, PLATEAU}:
         return None
-    scheduler: Scheduler = call_object(
-        "scheduler", import_object("scheduler", str(config.scheduler)), optimizer, **config.scheduler_args
-    )
+    scheduler: Scheduler = make_named(config, "scheduler", optimizer)
     return scheduler
 
 
@@ -298,15 +383,6 @@ def _count_steps(config: Config, train_set: Any) -> int:
     return min(steps, config.max_steps or steps)
 
 
-def build_plateau(config: Config, optimizer: Optimizer) -> ReduceLROnPlateau | None:
-    if config.scheduler != PLATEAU:
-        return None
-    try:
-        return ReduceLROnPlateau(optimizer, **config.scheduler_args)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"scheduler is {PLATEAU!r}, which cannot be used: {error} (LS807)") from error
-
-
 def build_callbacks(config: Config, optimizer: Optimizer) -> list[Callback]:
     """Return the callbacks of a config: what averages first, then the user's own, then what looks at metrics."""
     found: list[Callback] = []
@@ -320,21 +396,12 @@ def build_callbacks(config: Config, optimizer: Optimizer) -> list[Callback]:
             )
         found.append(SWA(config.swa.start_epoch))
     found += [_build_own(each) for each in config.callbacks]
-    plateau = build_plateau(config, optimizer)
-    if plateau is not None:
-        found.append(plateau)
+    if config.scheduler == PLATEAU:
+        with _refused(f"scheduler is {PLATEAU!r}, which cannot be used", "LS807"):
+            found.append(ReduceLROnPlateau(optimizer, **config.scheduler_args))
     if config.early_stopping is not None:
-        try:
-            found.append(
-                EarlyStopping(
-                    config.early_stopping.metric,
-                    patience=config.early_stopping.patience,
-                    min_delta=config.early_stopping.min_delta,
-                    mode=config.early_stopping.mode,
-                )
-            )
-        except ValueError as error:
-            raise ConfigError(f"early_stopping cannot be used: {error} (LS805)") from error
+        with _refused("early_stopping cannot be used", "LS805"):
+            found.append(EarlyStopping(**config.early_stopping.model_dump()))
     if config.max_steps is not None:
         found.append(MaxSteps(config.max_steps))
     if config.max_time is not None:
@@ -350,19 +417,16 @@ def build_named(key: str, named: NamedObject) -> Any:
 
 
 def _build_own(named: NamedObject) -> Callback:
-    made = build_named("callbacks", named)
-    try:
+    made: Callback = build_named("callbacks", named)
+    with _refused(f"callbacks names {named!r}", "LS805"):
         check_callback(made)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"callbacks names {named!r}: {error} (LS805)") from error
-    callback: Callback = made
-    return callback
+    return made
 
 
 def build_criterion(config: Config, device: torch.device) -> Criterion:
     loss = import_object("loss", config.loss)
     if inspect.isclass(loss):
-        made: Criterion = call_object("loss", loss, **config.loss_args)
+        made: Criterion = make_named(config, "loss")
         criterion = made.to(device) if isinstance(made, nn.Module) else made
         return _with_shapes_compared(criterion) if isinstance(made, _PAIRWISE) else criterion
     if not callable(loss):
@@ -415,15 +479,8 @@ def _with_shapes_compared(criterion: Callable[[Any, Any], Tensor]) -> Criterion:
     return compare
 
 
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    function: Metric
-    """Loss, accuracy where it applies, and the functions that the config names."""
-    collection: Any
-    """The objects of torchmetrics that the config names, as one; None without any."""
-
-
-def build_metrics(config: Config, criterion: Criterion, device: torch.device) -> Metrics:
+def build_metrics(config: Config, criterion: Criterion, device: torch.device) -> tuple[Metric, Any]:
+    """Return loss, accuracy where it applies, and the config's functions; and its objects of torchmetrics as one."""
     counters: dict[str, Counter] = {}
     objects: list[Any] = []
     if config.metric is not None:
@@ -439,15 +496,10 @@ def build_metrics(config: Config, criterion: Criterion, device: torch.device) ->
                 raise ConfigError(f"metrics names two metrics called {name!r}. Give the functions other names. (LS808)")
             counters[name] = counter
     function = _as_metric(criterion, counters, has_accuracy=config.metric is None and "accuracy" not in counters)
-    return Metrics(function, _collect(objects, device) if objects else None)
-
-
-def _collect(objects: Sequence[Any], device: torch.device) -> Any:
-    collection = sys.modules["torchmetrics"].MetricCollection
-    try:
-        return collection(list(objects)).to(device)
-    except ValueError as error:
-        raise ConfigError(f"metrics cannot be used together: {error} (LS808)") from error
+    if not objects:
+        return function, None
+    with _refused("metrics cannot be used together", "LS808"):
+        return function, sys.modules["torchmetrics"].MetricCollection(objects).to(device)
 
 
 def _named_counter(key: str, metric: Any) -> dict[str, Counter]:

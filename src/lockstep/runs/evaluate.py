@@ -21,8 +21,16 @@ from lockstep.engine.evaluation import Mean, has_batchnorm, read_values
 from lockstep.engine.saving import unpack_state
 from lockstep.engine.schedules import ReduceLROnPlateau
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.runs.build import WITHOUT_CALLBACKS, RunParts, build_parts, first_samples
-from lockstep.runs.build_data import TEST, TRAIN, build_collate, unknown_set
+from lockstep.runs.build import (
+    TEST,
+    TRAIN,
+    WITHOUT_CALLBACKS,
+    RunParts,
+    build_collate,
+    build_parts,
+    first_samples,
+    unknown_set,
+)
 from lockstep.runs.config import Config
 from lockstep.runs.saving import check_metric_name
 

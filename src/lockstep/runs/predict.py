@@ -26,7 +26,7 @@ from lockstep.engine.batches import gather_results
 from lockstep.engine.evaluation import SliceCalls, evaluation_mode
 from lockstep.errors import ConfigError
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
-from lockstep.runs.build_data import TRAIN, build_collate, preferred_set, split_sets, unknown_set
+from lockstep.runs.build import TRAIN, build_collate, make_named, preferred_set, split_sets, unknown_set
 from lockstep.runs.config import Config
 from lockstep.runs.evaluate import load_weights_of
 from lockstep.runs.importing import call_object, import_object
@@ -74,7 +74,7 @@ def predict_saved(request: PredictRequest, device: torch.device, tell: Callable[
     dataset = make_dataset(config, request.data)
     loader = _make_loader(config, request.data, dataset)
     seed_generators(derive_seed("model", config.seed))
-    model = call_object("model", import_object("model", config.model), **config.model_args).to(device)
+    model = make_named(config, "model").to(device)
     load_weights_of(request.checkpoint, model, request.weights)
     output_of = _Outputs(request, model, device)
     names = file_names(dataset) if world.rank == 0 else None
