@@ -15,7 +15,7 @@ from lockstep.report import MetricsFile
 from lockstep.runs.config import parse_config
 from lockstep.runs.fit import fit
 from lockstep.runs.listing import FitResult, StopResult
-from lockstep.runs.resuming import Resume
+from lockstep.runs.saving import Resume
 
 
 @contextmanager

@@ -45,7 +45,7 @@ from lockstep.settings import WorldVariables, read_settings
 
 if TYPE_CHECKING:
     from lockstep.checkpoint import Manifest
-    from lockstep.runs.resuming import Resume
+    from lockstep.runs.saving import Resume
 
 
 def train(
@@ -350,7 +350,7 @@ def _open(wanted: OpenRequest, held: ExitStack) -> Job:
 
 def _resume_from(checkpoint: Path, manifest: "Manifest", metrics: Path, allowed: frozenset[str]) -> "Resume":
     """Remove the lines of the metrics that are later than a checkpoint; return how a run goes on from it."""
-    from lockstep.runs.resuming import Resume
+    from lockstep.runs.saving import Resume
 
     MetricsFile(metrics).rewind(manifest.global_step)
     loss, weight = sum_epoch(metrics, manifest.epoch)

@@ -301,31 +301,33 @@ def _build_trainer(
 
 
 def _build_loader(
-    config: Config,
-    dataset: Dataset[Any],
-    device: torch.device,
-    *,
-    shuffle: bool,
-    weights: Tensor | None = None,
-    lengths: Tensor | None = None,
+    config: Config, dataset: Dataset[Any], device: torch.device, *, shuffle: bool, **options: Any
 ) -> ShardedLoader:
     name = "train" if shuffle else "test"
     advice = "The function returns (train, test), or (train, None). "
     with _refused(f"data is {config.data!r}, whose {name} set cannot be used", "LS806", advice):
-        return ShardedLoader(
+        return make_loader(
+            config,
             dataset,
-            batch_size=config.batch_size,
-            num_shards=config.total_shards,
-            seed=config.seed,
             shuffle=shuffle,
-            weights=weights,
-            lengths=lengths,
-            collate_fn=build_collate(config),
             drop_last=config.drop_last and shuffle,  # a test set is counted whole
-            num_workers=config.loader_workers,
             persistent_workers=config.loader_workers > 0,
             pin_memory=is_asynchronous(device),
+            **options,
         )
+
+
+def make_loader(config: Config, dataset: Dataset[Any], **options: Any) -> ShardedLoader:
+    """Return the loader of a data set, as the config says but for these options; without them in order."""
+    usual: dict[str, Any] = {"shuffle": False, "num_workers": config.loader_workers}
+    return ShardedLoader(
+        dataset,
+        batch_size=config.batch_size,
+        num_shards=config.total_shards,
+        seed=config.seed,
+        collate_fn=build_collate(config),
+        **(usual | options),
+    )
 
 
 def build_optimizer(config: Config, model: nn.Module) -> Optimizer:

@@ -33,8 +33,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.checkpoint.atomic_write import atomic_write_text, is_temp_name
 from lockstep.checkpoint.step_files import find_checkpoints
@@ -45,11 +44,6 @@ from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.recording.file_format import RECORDING_NAME
 from lockstep.runs.changes import find_changes
 from lockstep.runs.config import Config, read_config
-
-if TYPE_CHECKING:  # `lockstep train` makes a run directory without torch
-    from lockstep.checkpoint import Checkpoint
-    from lockstep.engine.state_parts import Scheduler, Stateful
-    from lockstep.engine.trainer import Trainer
 
 CONFIG_NAME = "config.yaml"
 ENVIRONMENT_NAME = "environment.json"
@@ -190,20 +184,6 @@ def link_best_checkpoint(run_dir: Path, path: Path) -> None:
     beside.unlink(missing_ok=True)
     beside.symlink_to(path.name)
     beside.replace(link)
-
-
-def make_checkpoint(
-    trainer: "Trainer",
-    scheduler: "Scheduler | None",
-    config: Config | None,
-    metrics: Mapping[str, float | None],
-    extra: "Mapping[str, Stateful]" = MappingProxyType({}),
-) -> "Checkpoint":
-    """Return a checkpoint of a run, with the live tensors; the saver computes its digest (local)."""
-    from lockstep.engine.saving import pack_state
-
-    values = None if config is None else json.loads(config.model_dump_json())
-    return pack_state(trainer.state_dict(), scheduler, values, metrics, extra)
 
 
 def read_starts(path: Path) -> list[Mapping[str, Any]]:

@@ -13,8 +13,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -36,36 +35,25 @@ _MAX_PATCH_BYTES = 16 << 20
 """A larger diff is not saved: it may contain a data set."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFacts:
-    rank: int
-    host: str
-    pid: int
-    device: str
-    """`"cpu"` or `"cuda:0"`, with the index that torch uses in the worker."""
-    device_name: str
-    device_uuid: str
-    """UUID of the GPU, as nvidia-smi shows it; empty for a CPU."""
-    num_threads: int
-
-
-def gather_facts(world: World, device: torch.device, device_name: str) -> list[WorkerFacts]:
+def gather_facts(world: World, device: torch.device, device_name: str) -> list[dict[str, Any]]:
     """Return where every worker runs, in rank order (collective)."""
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return world.gather_objects(
-        WorkerFacts(
-            rank=world.rank,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            device=str(device),
-            device_name=device_name,
-            device_uuid=str(getattr(properties, "uuid", "")),
-            num_threads=torch.get_num_threads(),
-        )
+        {
+            "rank": world.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "device": str(device),  # with the index that torch uses in the worker
+            "device_name": device_name,
+            "device_uuid": str(getattr(properties, "uuid", "")),
+            "num_threads": torch.get_num_threads(),
+        }
     )
 
 
-def write_environment(run_dir: Path, workers: Sequence[WorkerFacts], fingerprint: dict[str, Any], code: Path) -> None:
+def write_environment(
+    run_dir: Path, workers: Sequence[Mapping[str, Any]], fingerprint: dict[str, Any], code: Path
+) -> None:
     """Add this start to the environment.json of a run (local; call it on one rank)."""
     path = run_dir / ENVIRONMENT_NAME
     earlier = read_starts(run_dir)
@@ -82,7 +70,7 @@ def write_environment(run_dir: Path, workers: Sequence[WorkerFacts], fingerprint
         "code": _git_state(run_dir, code, len(earlier) + 1),
         "settings": read_settings().recorded(),
         "fingerprint": fingerprint,
-        "workers": [asdict(worker) for worker in workers],
+        "workers": list(workers),
     }
     _write(path, (json.dumps([start, *earlier], indent=2) + "\n").encode())
 

@@ -26,9 +26,9 @@ from lockstep.runs.build import (
     TRAIN,
     WITHOUT_CALLBACKS,
     RunParts,
-    build_collate,
     build_parts,
     first_samples,
+    make_loader,
     unknown_set,
 )
 from lockstep.runs.config import Config
@@ -127,15 +127,7 @@ def _find_loader(parts: RunParts, config: Config, data: str) -> ShardedLoader:
     if data in parts.evaluated:
         return parts.evaluated[data]
     if data in parts.datasets:
-        return ShardedLoader(
-            parts.datasets[data],
-            batch_size=config.batch_size,
-            num_shards=config.total_shards,
-            seed=config.seed,
-            shuffle=False,
-            collate_fn=build_collate(config),
-            num_workers=config.loader_workers,
-        )
+        return make_loader(config, parts.datasets[data])
     raise unknown_set(data, [TRAIN, *parts.datasets])
 
 
@@ -223,14 +215,7 @@ def check_metric_names(config: Config, parts: RunParts) -> None:
         return
     known: list[str] = []
     for set_name in parts.evaluated:
-        few = ShardedLoader(
-            first_samples(parts.datasets[set_name], config.batch_size),
-            batch_size=config.batch_size,
-            num_shards=config.total_shards,
-            seed=config.seed,
-            shuffle=False,
-            collate_fn=build_collate(config),
-        )
+        few = make_loader(config, first_samples(parts.datasets[set_name], config.batch_size), num_workers=0)
         with parts.trainer.moments.no_evaluation(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The metric .* has counted nothing")  # in these few samples
             names = list(measure(parts, few))

@@ -38,8 +38,7 @@ from lockstep.runs.environment import gather_facts, write_environment
 from lockstep.runs.evaluate import check_metric_names, measure_all, split_by_set, update_statistics, values_of
 from lockstep.runs.importing import call_object, import_object
 from lockstep.runs.listing import FitResult, StopResult
-from lockstep.runs.resuming import Resume, restore_run
-from lockstep.runs.saving import RunSaver
+from lockstep.runs.saving import Resume, RunSaver, restore_run
 
 
 def fit(
@@ -392,19 +391,17 @@ def _check_finite(trainer: Trainer) -> None:
 
 def _finish(config: Config, trainer: Trainer) -> str | None:
     """Call the config's own last function on rank 0; if it is lost meanwhile, on the next rank 0."""
-    if config.finish is None:
+    path = config.finish
+    if path is None:
         return None
-    if not trainer.can_continue:
-        return _call_finish(config, trainer) if trainer.world.rank == 0 else None
 
     def call() -> str | None:
-        return _call_finish(config, trainer) if trainer.world.rank == 0 else None
+        if trainer.world.rank != 0:
+            return None
+        function = import_object("finish", path)
+        trainer.model.eval()
+        return str(call_object("finish", function, trainer.model, **config.finish_args))
 
+    if not trainer.can_continue:
+        return call()
     return trainer.repeatable(lambda world: gather_results(world, call, "the config's finish function"))[0]
-
-
-def _call_finish(config: Config, trainer: Trainer) -> str:
-    assert config.finish is not None
-    function = import_object("finish", config.finish)
-    trainer.model.eval()
-    return str(call_object("finish", function, trainer.model, **config.finish_args))

@@ -117,7 +117,7 @@ def open_run(wanted: OpenRequest, held: ExitStack, warn: Tell) -> OpenedRun:
 
 def _continue(wanted: OpenRequest, held: ExitStack, warn: Tell, locked: Path | None) -> OpenedRun:
     """Continue from a checkpoint; `locked` is the run directory if it is locked already."""
-    from lockstep.runs.resuming import compare_config
+    from lockstep.runs.saving import compare_config
 
     config = wanted.config
     found = _find_directory(wanted)

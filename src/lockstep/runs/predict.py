@@ -21,12 +21,12 @@ from torch.utils.data import Subset
 
 from lockstep.checkpoint.atomic_write import atomic_write
 from lockstep.comm import current_world
-from lockstep.data import ShardedBatch, ShardedLoader, Slice
+from lockstep.data import ShardedBatch, Slice
 from lockstep.engine.batches import gather_results
 from lockstep.engine.evaluation import SliceCalls, evaluation_mode
 from lockstep.errors import ConfigError
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
-from lockstep.runs.build import TRAIN, build_collate, make_named, preferred_set, split_sets, unknown_set
+from lockstep.runs.build import TRAIN, make_loader, make_named, preferred_set, split_sets, unknown_set
 from lockstep.runs.config import Config
 from lockstep.runs.evaluate import load_weights_of
 from lockstep.runs.importing import call_object, import_object
@@ -72,7 +72,10 @@ def predict_saved(request: PredictRequest, device: torch.device, tell: Callable[
     set_deterministic(config.deterministic)
     seed_generators(derive_seed("build", config.seed))
     dataset = make_dataset(config, request.data)
-    loader = _make_loader(config, request.data, dataset)
+    try:
+        loader = make_loader(config, dataset)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--data is {request.data!r}, whose data set cannot be used: {error} (LS814)") from error
     seed_generators(derive_seed("model", config.seed))
     model = make_named(config, "model").to(device)
     load_weights_of(request.checkpoint, model, request.weights)
@@ -130,21 +133,6 @@ def file_names(dataset: Any) -> list[str] | None:
         found = [each[0] if isinstance(each, tuple) and each else None for each in samples]
     is_list = isinstance(found, list | tuple) and all(isinstance(each, str | Path) for each in found)
     return list(map(str, found)) if is_list and found and len(found) == len(dataset) else None
-
-
-def _make_loader(config: Config, data: str, dataset: Any) -> ShardedLoader:
-    try:
-        return ShardedLoader(
-            dataset,
-            batch_size=config.batch_size,
-            num_shards=config.total_shards,
-            seed=config.seed,
-            shuffle=False,
-            collate_fn=build_collate(config),
-            num_workers=config.loader_workers,
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"--data is {data!r}, whose data set cannot be used: {error} (LS814)") from error
 
 
 @final

@@ -1,32 +1,43 @@
-"""Writing checkpoints into a run directory, and removing old ones; rank 0 does it, and if it is lost, the next rank 0.
+"""Writing checkpoints into a run directory, removing old ones, and restoring a run from one.
 
-A checkpoint in the background is written while the training continues, so when rank 0 is lost the state to write may
-be gone. So rank 1 keeps a copy of it too, where a run continues without lost workers. If both are lost, the next rank 0
-writes the state that it has.
+Rank 0 writes, and if it is lost, the next rank 0. A checkpoint in the background is written while the training
+continues, so when rank 0 is lost the state to write may be gone. So rank 1 keeps a copy of it too, where a run
+continues without lost workers. If both are lost, the next rank 0 writes the state that it has.
 """
 
 import difflib
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, final
 
-from lockstep.checkpoint import Checkpoint, Saver, read_manifest
+from lockstep.checkpoint import Checkpoint, Manifest, Saver, read_manifest
 from lockstep.checkpoint.atomic_write import remove_stale_temp_files
+from lockstep.checkpoint.manifest import decode_state
 from lockstep.checkpoint.saver import StateCopy
 from lockstep.checkpoint.step_files import checkpoint_name, find_checkpoints, global_step_of
 from lockstep.comm import World
 from lockstep.engine.batches import gather_results
+from lockstep.engine.saving import (
+    describe_schedule,
+    pack_state,
+    split_scheduler_state,
+    unpack_state,
+    warn_of_other_schedule,
+)
 from lockstep.engine.state_parts import Scheduler, Stateful
 from lockstep.engine.stopping import mode_of_name
 from lockstep.engine.trainer import Trainer
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.events import CheckpointSaved, Recorder
+from lockstep.runs.build import RunParts
+from lockstep.runs.changes import ALL, MAKES_BATCHES, Change, check_changes, find_changes
 from lockstep.runs.config import Config
-from lockstep.runs.directory import link_best_checkpoint, make_checkpoint
+from lockstep.runs.directory import link_best_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +89,7 @@ class RunSaver:
 
         def write() -> None:
             if trainer.world.rank == 0:
-                self._write(make_checkpoint(trainer, scheduler, self._config, metrics, self._extra))
+                self._write(self._checkpoint(trainer, scheduler, metrics))
 
         trainer.repeatable(lambda world: gather_results(world, write, "saving a checkpoint"))
 
@@ -99,7 +110,7 @@ class RunSaver:
             self._copy = StateCopy()  # the saver has one of its own
         else:
             metrics = due.metrics if due.global_step == trainer.global_step else {}
-            self._write(make_checkpoint(trainer, scheduler, self._config, metrics, self._extra))
+            self._write(self._checkpoint(trainer, scheduler, metrics))
 
     def path_of(self, trainer: Trainer) -> Path:
         return self._run_dir / checkpoint_name(trainer.global_step)
@@ -121,11 +132,18 @@ class RunSaver:
         copies = rank == 1 and trainer.can_continue
         self._last = None  # its memory is used again
         if rank == 0 or copies:
-            checkpoint = make_checkpoint(trainer, scheduler, self._config, metrics, self._extra)
+            checkpoint = self._checkpoint(trainer, scheduler, metrics)
         if rank == 0:
             self._write(checkpoint)
         copy = self._keep_copy(checkpoint) if copies else None
         self._last = _Due(global_step=trainer.global_step, metrics=metrics, copy=copy)
+
+    def _checkpoint(
+        self, trainer: Trainer, scheduler: Scheduler | None, metrics: Mapping[str, float | None]
+    ) -> Checkpoint:
+        """Return a checkpoint with the live tensors; the saver computes its digest."""
+        values = json.loads(self._config.model_dump_json())
+        return pack_state(trainer.state_dict(), scheduler, values, metrics, self._extra)
 
     def _keep_copy(self, checkpoint: Checkpoint) -> Checkpoint | None:
         try:
@@ -249,3 +267,81 @@ def _ways(name: str) -> list[str]:
 def _with_sign(name: str, wanted: str) -> str:
     given = f"-{name}" if wanted.startswith("-") else name
     return given if given in _ways(name) else _ways(name)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    path: Path
+    allowed: frozenset[str]
+    """Names given to `--allow`: config keys that may differ, although they change the results."""
+    epoch_loss: float
+    """Sum of loss times weight over the steps of the interrupted epoch before the checkpoint."""
+    epoch_weight: float
+
+
+def compare_config(manifest: Manifest, config: Config) -> list[Change]:
+    """Return the differences between a config and the config in a checkpoint; empty if the checkpoint has none."""
+    now = json.loads(config.model_dump_json())
+    return find_changes(manifest.config or {}, now, is_mid_epoch=manifest.step > 0)
+
+
+def restore_run(parts: RunParts, checkpoint: Checkpoint, config: Config, allowed: Collection[str] = ()) -> None:
+    """Restore the objects of a run from a checkpoint (local: every worker calls, with the same file)."""
+    changes = compare_config(checkpoint.manifest, config)
+    check_changes(changes, allowed)
+    _check_data(checkpoint.manifest, parts.train.source, {change.key for change in changes}, allowed)
+    trainer = parts.trainer
+    options = [dict(group) for group in trainer.optimizer.param_groups]
+    schedule = describe_schedule(parts.scheduler)
+    own = parts.scheduler if trainer.scheduler is None else None
+    state, scheduler = split_scheduler_state(
+        unpack_state(checkpoint), has_scheduler=trainer.scheduler is not None, own=own
+    )
+    if checkpoint.manifest.step == 0:  # between epochs the loader may change, if this was allowed
+        state["loader"] = None
+    if checkpoint.manifest.config is not None:  # which callbacks there are may have changed, where that was allowed
+        mine = trainer.moments.callbacks
+        known = {name: each for name, each in state["callbacks"].items() if name in mine.names}
+        state["callbacks"] = {**mine.state_dict(), **known}
+    trainer.load_state_dict(state)
+    if own is not None and scheduler is not None:
+        own.load_state_dict(scheduler)
+    states = decode_state(checkpoint.manifest.extra or {}, checkpoint.optimizer)
+    for name, each in parts.states.items():
+        if name in states:
+            each.load_state_dict(states[name])
+    if trainer.world.rank == 0:  # the number of steps follows from the data, too
+        warn_of_other_schedule(schedule, describe_schedule(parts.scheduler))
+    for change in changes:
+        if change.key == "optimizer_args":
+            _set_option(change.name, options, trainer.optimizer.param_groups)
+
+
+def _check_data(manifest: Manifest, source: str, changed: Collection[str], allowed: Collection[str]) -> None:
+    """Check that the batches are the same as in the saved run, or that they may change here."""
+    if manifest.loader is None or manifest.loader == source:
+        return
+    differs = f"The run was trained on {manifest.loader}, but the data are now {source}"
+    if manifest.step > 0:
+        raise CheckpointError(
+            f"{differs}. The checkpoint was written in the middle of an epoch, where this cannot change: samples would "
+            "be used twice or not at all. Restore the data, or resume from a checkpoint written at the end of an "
+            "epoch. (LS710)"
+        )
+    if not (MAKES_BATCHES & set(changed) or {"data", ALL} & set(allowed)):
+        raise CheckpointError(
+            f"{differs}. This changes the results of the run. Restore the data; to change them from here on, "
+            "give --allow data; or start a new run. (LS710)"
+        )
+
+
+def _set_option(name: str, made: Sequence[Mapping[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
+    """Set an optimizer option to its new value again, after loading the state has replaced it."""
+    option = name.split(".")[1] if "." in name else ""
+    if not all(option in group for group in made):
+        raise CheckpointError(
+            f"{name} cannot be changed when a run is resumed: it is not an option of the optimizer's parameter groups, "
+            "whose state the checkpoint contains. Restore the old value, or start a new run. (LS709)"
+        )
+    for group, fresh in zip(groups, made, strict=True):
+        group[option] = fresh[option]

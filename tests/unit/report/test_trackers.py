@@ -17,7 +17,7 @@ from lockstep.report.metrics_file import read_metrics
 from lockstep.report.trackers import Following, TrackedRun, check_trackers, make_trackers
 from lockstep.report.trackers.known import Ending
 from lockstep.runs.config import parse_config
-from lockstep.runs.resuming import Resume
+from lockstep.runs.saving import Resume
 
 MODULE = """
 import torch

@@ -17,8 +17,7 @@ from lockstep.report.metrics_file import read_metrics
 from lockstep.runs.build import RunParts, build_parts, build_scheduler
 from lockstep.runs.config import parse_config
 from lockstep.runs.fit import fit
-from lockstep.runs.resuming import restore_run
-from lockstep.runs.saving import RunSaver
+from lockstep.runs.saving import RunSaver, restore_run
 
 MODULE = """
 import torch

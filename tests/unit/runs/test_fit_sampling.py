@@ -9,7 +9,7 @@ from tests.support.fitting import fit_or_stop, fit_to_the_end, importable, rows
 
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.runs.listing import FitResult
-from lockstep.runs.resuming import Resume
+from lockstep.runs.saving import Resume
 
 MODULE = """
 import torch

@@ -12,7 +12,7 @@ from lockstep.errors import CheckpointError
 from lockstep.processes.stop_signals import StopRequest
 from lockstep.report import sum_epoch
 from lockstep.runs.listing import FitResult, StopResult
-from lockstep.runs.resuming import Resume
+from lockstep.runs.saving import Resume
 
 MODULE = """
 import torch
