@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from lockstep.comm.calls import describe_call
 from lockstep.comm.capabilities import ReportsExits, capabilities_of
 from lockstep.comm.gloo import GlooComparer, GlooSockets, connect_gloo, gloo_connected_in_time
-from lockstep.comm.group import CallComparer, CheckedProcessGroup, type_of_backend
+from lockstep.comm.group import CheckedProcessGroup, Comparer, GroupPeers, type_of_backend
 from lockstep.comm.hosts import GroupMembers, GroupSetUp, current_set_up, known_hosts, remember_hosts
 from lockstep.comm.lost_ranks import report_uncaught_exceptions
 from lockstep.comm.open_calls import OPEN_GROUPS
@@ -197,11 +197,16 @@ def check_group(
     """
     place = PrefixStore("compare/shm", store)
     shared = make_shared_memory_comparer(place, rank, timeout, members, set_up, waits=waits)
-    comparer: CallComparer = shared if shared is not None else GlooComparer(store, rank, timeout, members.global_ranks)
-    with _failure_reported(comparer):
-        connected = _connect(store, rank, timeout, backends, replace(members, find_lost=comparer.find_any_lost), set_up)
+    comparer: Comparer
+    peers: GroupPeers
+    if shared is None:
+        comparer = peers = GlooComparer(store, rank, timeout, members.global_ranks)
+    else:
+        comparer, peers = shared, shared.peers
+    with _failure_reported(comparer, peers):
+        connected = _connect(store, rank, timeout, backends, replace(members, find_lost=peers.find_any_lost), set_up)
     return CheckedProcessGroup(
-        connected.inner, comparer, backends, members.global_ranks, connected.sockets, compares=compares
+        connected.inner, comparer, peers, backends, members.global_ranks, connected.sockets, compares=compares
     )
 
 
@@ -242,12 +247,12 @@ def _connect(
 
 
 @contextmanager
-def _failure_reported(comparer: CallComparer) -> Iterator[None]:
+def _failure_reported(comparer: Comparer, peers: GroupPeers) -> Iterator[None]:
     """Report to the other ranks, which wait to be connected, why this one will not be."""
     try:
         yield
     except BaseException as error:
-        comparer.report_failure(error)
+        peers.report_failure(error)
         comparer.close()
         raise
 

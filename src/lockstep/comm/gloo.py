@@ -265,7 +265,10 @@ def _is_any_late(store: Store, rank: int, members: GroupMembers, deadline: Deadl
 
 @final
 class GlooComparer:
-    """The calls of ranks on several hosts, all of which wait for each other in every call; `store` is theirs alone."""
+    """The calls of ranks on several hosts, all of which wait for each other in every call, and what is known of them.
+
+    `store` is theirs alone. What `Peers` of shared memory does too has its names.
+    """
 
     def __init__(self, store: Store, rank: int, timeout: timedelta, global_ranks: Sequence[int]) -> None:
         self.waits = True

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,13 @@ from torch.distributed import ProcessGroup, Work
 
 from lockstep.comm.capabilities import GroupCapabilities
 from lockstep.comm.collectives import Collective, add_collectives, refuse_one_output_twice
-from lockstep.comm.gloo import GlooSockets
+from lockstep.comm.gloo import GlooComparer, GlooSockets
 from lockstep.comm.hosts import known_hosts
-from lockstep.comm.lost_ranks import ABORT_SECONDS, DeviceWatch, WatchedGroup
+from lockstep.comm.lost_ranks import ABORT_SECONDS, DeviceWatch
 from lockstep.comm.open_calls import OPEN_GROUPS, CallEvents, CallsUnderWay, InterruptibleWaits, describe_destroyed
 from lockstep.comm.shm.arguments import read_allocation
+from lockstep.comm.shm.comparison import SharedMemoryComparer
+from lockstep.comm.shm.peers import Peers
 from lockstep.errors import CollectiveMismatchError, GroupError, PeerLostError
 from lockstep.processes.ending import start_thread_left_alone
 from lockstep.processes.forking import finalize_here
@@ -41,56 +43,10 @@ _CHECK_TIMEOUT: Final = timedelta(seconds=0.2)
 """How often a wait checks whether the call will end."""
 
 
-class CallComparer(Protocol):
-    """How the ranks of a group compare their calls: over shared memory, or over a Gloo group between hosts."""
-
-    waits: bool
-    """Whether a call waits for all ranks to make it; then the group stays usable after a mismatch."""
-
-    def publish_call(self, call: bytes) -> None:
-        """Compare a call with those that the other ranks have made by now, without waiting for them.
-
-        If they differ, this rank raises here, and those that have made theirs in `check`.
-        """
-
-    def check(self) -> None:
-        """Raise if another rank has made a different call, or was lost; while this rank waits for the backend."""
-
-    def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has made the same call, or raise on all alike if they differ (collective)."""
-
-    def raise_if_broken(self) -> None:
-        """Raise the error of a group of which a rank is known to be lost (local)."""
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long a comparison may take (local)."""
-
-    def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks that this one exits because of `error` (local)."""
-
-    def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
-        """Return the error for one of `peers` that will make no more calls, if that is known (local)."""
-
-    def explain_error(self, error: RuntimeError) -> GroupError | None:
-        """Return the error for the rank whose loss is the cause of an error of torch's backend, if one was lost."""
-
-    def find_any_lost(self) -> PeerLostError | None:
-        """Return the error for a rank that was lost, failed or left, if that is known (local)."""
-
-    def find_any_failed(self) -> PeerLostError | None:
-        """Return the same for a rank that was killed or failed, and did not just leave (local)."""
-
-    def mark_broken(self, error: PeerLostError) -> None:
-        """Let later comparisons raise `error`, and publish it (local)."""
-
-    def end_calls(self, error: GroupError) -> None:
-        """Let all comparisons of this rank raise `error`, those that wait now too (local, any thread)."""
-
-    def send_exit_notice(self) -> None:
-        """Report to the other ranks that this one exits, and which exception it handles, if it does (local)."""
-
-    def close(self) -> None:
-        """Free what it holds (local)."""
+Comparer = SharedMemoryComparer | GlooComparer
+"""How the ranks of a group compare their calls: over shared memory, or over a Gloo group between hosts."""
+GroupPeers = Peers | GlooComparer
+"""What is known of the other ranks, and what they are told; `GlooComparer` is both."""
 
 
 @final
@@ -106,7 +62,8 @@ class CheckedProcessGroup(ProcessGroup):
     def __init__(
         self,
         inner: ProcessGroup,
-        comparer: CallComparer,
+        comparer: Comparer,
+        peers: GroupPeers,
         backends: Mapping[str, str],
         global_ranks: Sequence[int],
         sockets: GlooSockets | None = None,
@@ -117,6 +74,7 @@ class CheckedProcessGroup(ProcessGroup):
         self._inner: Any = inner
         self._global_ranks = global_ranks
         self._comparer = comparer
+        self._peers = peers
         self._compares = compares
         self._broken: GroupError | None = None
         self._abort_thread: threading.Thread | None = None
@@ -133,15 +91,7 @@ class CheckedProcessGroup(ProcessGroup):
             register_backend(self, place, type_of_backend(name), backend)
         set_default_backend(self, type_of_backend(next(iter(backends.values()))))
         self._has_device = not {"gloo"}.issuperset(backends.values())
-        self._device_watch = DeviceWatch(
-            WatchedGroup(
-                find_lost=comparer.find_any_lost,
-                find_failed=comparer.find_any_failed,
-                mark_broken=comparer.mark_broken,
-                abort=inner.abort,
-            ),
-            read_settings().stall_seconds(),
-        )
+        self._device_watch = DeviceWatch(peers, inner.abort, read_settings().stall_seconds())
         self._close = finalize_here(self, _close, comparer, inner, self._device_watch)
 
     def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work:
@@ -201,28 +151,28 @@ class CheckedProcessGroup(ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._require_inner().set_timeout(timeout)
-        self._comparer.set_timeout(timeout)
+        self._peers.set_timeout(timeout)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)
 
     def report_failure(self, error: BaseException) -> None:
-        self._comparer.report_failure(error)
+        self._peers.report_failure(error)
 
     def raise_if_broken(self) -> None:
         self._require_inner()
-        self._comparer.raise_if_broken()
+        self._peers.raise_if_broken()
 
     def send_exit_notice(self) -> None:
-        self._comparer.send_exit_notice()
+        self._peers.send_exit_notice()
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
-        return self._comparer.find_lost(peers) if self._close.alive else None
+        return self._peers.find_lost(peers) if self._close.alive else None
 
     def end_calls(self, error: GroupError) -> None:
         if self._broken is None:
             self._broken = error
-        self._comparer.end_calls(error)
+        self._peers.end_calls(error)
         self._waits.end(error)
         if self._sockets is not None:
             self._sockets.shut_down()
@@ -233,7 +183,7 @@ class CheckedProcessGroup(ProcessGroup):
     def shutdown(self) -> None:
         """Leave the group; torch calls it on destroy (local). GroupError: an ended call may still write."""
         if self._close.alive:
-            self._comparer.send_exit_notice()
+            self._peers.send_exit_notice()
             if self._broken is not None and self._sockets is not None:
                 self._sockets.wait_until_closed()
                 self._under_way.wait_for_end(self._inner)
@@ -255,7 +205,7 @@ class CheckedProcessGroup(ProcessGroup):
         except (KeyboardInterrupt, SystemExit) as error:
             # The other ranks may be in a call that this rank has not made, and its next call would be another one.
             self._broken = GroupError(f"{call.decode()} was ended on this rank by {type(error).__name__}. (LS213)")
-            self._comparer.report_failure(error)
+            self._peers.report_failure(error)
             raise
 
     def _forward(self, name: str, arguments: Sequence[Any], event: int | None = None) -> Work:
@@ -264,7 +214,7 @@ class CheckedProcessGroup(ProcessGroup):
         except GroupError:
             raise
         except RuntimeError as error:
-            explained = self._comparer.explain_error(error)
+            explained = self._peers.explain_error(error)
             if explained is None:
                 raise
             raise explained from error
@@ -273,10 +223,10 @@ class CheckedProcessGroup(ProcessGroup):
             line = find_user_line()
             self._device_watch.add(work, f"{name}{f' at {line}' if line else ''}")
             after_wait = None if event is None else partial(self._events.end, event)
-            return ExplainedWork(work, self._comparer.explain_error, after_wait=after_wait, is_on_cpu=False)
+            return ExplainedWork(work, self._peers.explain_error, after_wait=after_wait, is_on_cpu=False)
         if is_message:
             wait = self._waits.wait if OPEN_GROUPS.are_replaced else None
-            return ExplainedWork(work, self._comparer.explain_error, wait_for_message=wait)
+            return ExplainedWork(work, self._peers.explain_error, wait_for_message=wait)
         self._under_way.add(work)
 
         def end() -> None:
@@ -284,12 +234,12 @@ class CheckedProcessGroup(ProcessGroup):
             if event is not None:
                 self._events.end(event)
 
-        return ExplainedWork(work, self._comparer.explain_error, self._check, end)
+        return ExplainedWork(work, self._peers.explain_error, self._check, end)
 
     def _check(self) -> None:
         try:
             if self._comparer.waits:
-                self._comparer.raise_if_broken()
+                self._peers.raise_if_broken()
             else:
                 self._comparer.check()
         except GroupError:
@@ -312,7 +262,7 @@ def type_of_backend(name: str) -> ProcessGroup.BackendType:
     return dist.Backend.backend_type_map.get(name, ProcessGroup.BackendType.CUSTOM)
 
 
-def _close(comparer: CallComparer, inner: ProcessGroup, device_watch: DeviceWatch) -> None:
+def _close(comparer: Comparer, inner: ProcessGroup, device_watch: DeviceWatch) -> None:
     device_watch.close()
     comparer.close()
     inner.shutdown()

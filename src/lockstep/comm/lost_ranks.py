@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, cast, final
+from typing import Any, Final, Protocol, cast, final
 
 import torch.distributed as dist
 from torch.distributed import Store, Work
@@ -60,27 +60,30 @@ _END_SECONDS = 5.0
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchedGroup:
-    find_lost: Callable[[], PeerLostError | None]
-    """Returns the error for a rank that makes no more calls, if there is one."""
-    find_failed: Callable[[], PeerLostError | None]
-    """Returns the same for a rank that was killed or failed, and did not just leave the group."""
-    mark_broken: Callable[[PeerLostError], None]
-    """Lets later calls raise the error, and publishes it."""
-    abort: Callable[[], None]
-    """Ends the calls that the device is in."""
+class WatchedRanks(Protocol):
+    """The ranks of a group: over shared memory, or of several hosts."""
+
+    def find_any_lost(self) -> PeerLostError | None:
+        """Return the error for a rank that makes no more calls, if there is one."""
+
+    def find_any_failed(self) -> PeerLostError | None:
+        """Return the same for a rank that was killed or failed, and did not just leave the group."""
+
+    def mark_broken(self, error: PeerLostError) -> None:
+        """Let later calls raise the error, and publish it."""
 
 
 @final
 class DeviceWatch:
     """The thread that watches the ranks of one group; it starts with the first call on a device.
 
-    `group` must not keep the process group alive. A call that does not end in `stall_seconds` is logged; 0 for never.
+    Neither `ranks` nor `abort`, which ends the calls that the device is in, keeps the process group alive. A call that
+    does not end in `stall_seconds` is logged; 0 for never.
     """
 
-    def __init__(self, group: WatchedGroup, stall_seconds: float) -> None:
-        self._group = group
+    def __init__(self, ranks: WatchedRanks, abort: Callable[[], None], stall_seconds: float) -> None:
+        self._ranks = ranks
+        self._abort = abort
         self._stall_seconds = stall_seconds
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -110,19 +113,19 @@ class DeviceWatch:
         last = self._last
         if last is None:
             return False
-        lost = self._group.find_lost()
+        lost = self._ranks.find_any_lost()
         if lost is None:
             self._log_stall(last)
             return False
         if self._closed.wait(_GRACE_SECONDS):
             return True
         is_done = has_ended(last[0])
-        if is_done and self._group.find_failed() is None:
+        if is_done and self._ranks.find_any_failed() is None:
             return False  # the rank left the group, and no call needs it
-        self._group.mark_broken(lost)
+        self._ranks.mark_broken(lost)
         if not is_done:
             _LOGGER.error("%s did not end on the device. %s (LS203)", last[1], lost)
-            self._group.abort()
+            self._abort()
         return True
 
     def _log_stall(self, last: tuple[Any, str, float]) -> None:

@@ -22,8 +22,6 @@ import hashlib
 import struct
 import threading
 import time
-from collections.abc import Sequence
-from datetime import timedelta
 from functools import lru_cache
 from typing import Final, final
 
@@ -34,7 +32,7 @@ from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.phases import PhaseExchange
 from lockstep.comm.shm.rank_states import PeerState
-from lockstep.errors import CollectiveMismatchError, GroupError, PeerLostError
+from lockstep.errors import CollectiveMismatchError, GroupError
 from lockstep.processes.user_line import find_user_line
 
 _NUM_SLOTS: Final = 256
@@ -174,16 +172,19 @@ def _pack(call: bytes) -> tuple[int, bytes]:
 
 @final
 class SharedMemoryComparer:
+    """Compares calls in one of two ways; with `waits`, a call waits for all ranks, and a mismatch breaks nothing."""
+
     def __init__(self, memory: Memory, peers: Peers, *, waits: bool) -> None:
         self.waits = waits
         self._memory = memory
-        self._peers = peers
+        self.peers = peers
         self._exchange = PhaseExchange(memory, peers)
         self._published = PublishedCalls(memory, peers)
         self._run_lock = threading.Lock()
 
     def compare_calls(self, call: bytes) -> None:
-        self.raise_if_broken()
+        """Return when every rank has made the same call, or raise on all alike if they differ (collective)."""
+        self.peers.raise_if_broken()
         with self._run_lock:
             try:
                 if self.waits:
@@ -195,51 +196,25 @@ class SharedMemoryComparer:
                 raise  # on every rank alike, or published by the rank that found it
             except BaseException as error:
                 # Ctrl-C, as a rule: this rank may be a phase behind the others from here on.
-                self._peers.fail(error, call)
+                self.peers.fail(error, call)
                 raise
 
     def publish_call(self, call: bytes) -> None:
-        self.raise_if_broken()
+        """Compare a call with those that the other ranks have made by now, without waiting for them.
+
+        If they differ, this rank raises here, and those that have made theirs in `check`.
+        """
+        self.peers.raise_if_broken()
         with self._run_lock:
             self._published.publish(call)
 
     def check(self) -> None:
-        self.raise_if_broken()
+        """Raise if another rank has made a different call, or was lost; while this rank waits for the backend."""
+        self.peers.raise_if_broken()
         with self._run_lock:
             self._published.check()
 
-    def raise_if_broken(self) -> None:
-        if self._peers.broken is not None:
-            raise self._peers.broken.with_traceback(None)  # the old one would keep frames and their tensors alive
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._peers.timeout_seconds = timeout.total_seconds()
-
-    def report_failure(self, error: BaseException) -> None:
-        self._peers.publish_failure(error)
-
-    def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
-        return self._peers.find_lost(peers)
-
-    def explain_error(self, error: RuntimeError) -> GroupError | None:
-        return self._peers.explain_error(error)
-
-    def end_calls(self, error: GroupError) -> None:
-        self._peers.end_calls(error)
-
-    def find_any_lost(self) -> PeerLostError | None:
-        return self._peers.find_any_lost()
-
-    def find_any_failed(self) -> PeerLostError | None:
-        return self._peers.find_any_failed()
-
-    def mark_broken(self, error: PeerLostError) -> None:
-        self._peers.mark_broken(error)
-
-    def send_exit_notice(self) -> None:
-        self._peers.publish_exit()
-
     def close(self) -> None:
-        self._peers.publish_state(PeerState.LEFT)
-        self._peers.close()
+        self.peers.publish_state(PeerState.LEFT)
+        self.peers.close()
         self._memory.close()

@@ -25,7 +25,7 @@ from lockstep.comm.calls import describe_call
 from lockstep.comm.capabilities import GroupCapabilities
 from lockstep.comm.collectives import Collective, add_collectives, refuse_one_output_twice
 from lockstep.comm.hosts import GroupHosts, GroupMembers, GroupSetUp
-from lockstep.comm.lost_ranks import DeviceWatch, WatchedGroup
+from lockstep.comm.lost_ranks import DeviceWatch
 from lockstep.comm.open_calls import CallEvents, describe_destroyed
 from lockstep.comm.shm import collectives, phases
 from lockstep.comm.shm.arguments import (
@@ -126,15 +126,7 @@ class ShmProcessGroup(PythonProcessGroup):
         self._torch_backends = TorchBackends(
             PrefixStore("inner", store), rank, layout.size, timeout, accelerators.names, self._peers.find_any_lost
         )
-        device_watch = DeviceWatch(
-            WatchedGroup(
-                find_lost=self._peers.find_any_lost,
-                find_failed=self._peers.find_any_failed,
-                mark_broken=self._peers.mark_broken,
-                abort=self._torch_backends.abort,
-            ),
-            read_settings().stall_seconds(),
-        )
+        device_watch = DeviceWatch(self._peers, self._torch_backends.abort, read_settings().stall_seconds())
         self._close = finalize_here(
             self,
             _close,
@@ -280,18 +272,18 @@ class ShmProcessGroup(PythonProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long a call may take, those of inner groups too (local)."""
-        self._peers.timeout_seconds = timeout.total_seconds()
+        self._peers.set_timeout(timeout)
         self._torch_backends.set_timeout(timeout)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)
 
     def report_failure(self, error: BaseException) -> None:
-        self._peers.publish_failure(error)
+        self._peers.report_failure(error)
 
     def send_exit_notice(self) -> None:
         """Report to the other ranks that this one makes no more calls; its tensors stay usable (local)."""
-        self._peers.publish_exit()
+        self._peers.send_exit_notice()
 
     def end_calls(self, error: GroupError) -> None:
         """Let all calls of this rank raise `error`, those that wait now too (local, any thread)."""
@@ -307,7 +299,7 @@ class ShmProcessGroup(PythonProcessGroup):
     def shutdown(self) -> None:
         """Leave the group and free its memory and descriptors; torch calls it on destroy (local)."""
         if self._close.alive:
-            self._peers.publish_exit()
+            self._peers.send_exit_notice()
         self._close()
 
     def raise_if_broken(self) -> None:

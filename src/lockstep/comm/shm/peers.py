@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from traceback import format_exception
 from typing import Final, final
 
@@ -113,7 +114,7 @@ class Peers:
             while (source := take()) is None:
                 if self._sleepers.sleep(address, _POLL_SECONDS):
                     continue
-                self._check_broken()
+                self.raise_if_broken()
                 if all(self._states.find_lost([peer]) is not None for peer in peers):
                     source = take()
                     if source is not None:
@@ -147,14 +148,21 @@ class Peers:
     def publish_state(self, state: PeerState, reason: str = "", lost: int = 0) -> None:
         self._states.publish(state, reason, lost)
 
-    def publish_failure(self, error: BaseException) -> None:
+    def raise_if_broken(self) -> None:
+        if self.broken is not None:
+            raise self.broken.with_traceback(None)  # the old one would keep frames and their tensors alive
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout_seconds = timeout.total_seconds()
+
+    def report_failure(self, error: BaseException) -> None:
         """Publish that this rank exits because of `error`; if that is the loss of a rank, publish that one."""
         if isinstance(error, PeerLostError) and error.rank in self.global_ranks:
             self.publish_state(PeerState.BROKEN, str(error), [*self.global_ranks].index(error.rank))
         else:
             self.publish_state(PeerState.FAILED, describe_exception(error))
 
-    def publish_exit(self) -> None:
+    def send_exit_notice(self) -> None:
         """Publish that this rank leaves, with the exception that it is handling, if there is one."""
         error = sys.exc_info()[1]
         self.publish_state(PeerState.LEFT, "" if error is None else describe_exception(error))
@@ -232,7 +240,7 @@ class Peers:
     ) -> None:
         lost_since: float | None = None
         while True:
-            self._check_broken()
+            self.raise_if_broken()
             if self._states.find_lost([peer]) is not None:
                 if semaphores.try_wait(address):
                     return
@@ -254,10 +262,6 @@ class Peers:
             if semaphores.try_wait(address):
                 return True
         return False
-
-    def _check_broken(self) -> None:
-        if self.broken is not None:
-            raise self.broken.with_traceback(None)  # the old one would keep frames and their tensors alive
 
     def _check_killed(self, lost_since: float | None) -> float | None:
         """Raise if a rank was killed or failed longer than the grace period ago; return when that was first seen."""
