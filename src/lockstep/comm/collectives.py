@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp, Work
 
 from lockstep.comm.calls import describe_call
 from lockstep.comm.collective_call import CollectiveCall, read_root
-from lockstep.comm.shm import operations
+from lockstep.comm.shm import collectives
 from lockstep.comm.shm.arguments import read_list
 from lockstep.comm.shm.arithmetic import operation_name
 from lockstep.comm.shm.phases import PhaseExchange
@@ -59,7 +59,7 @@ class Collective:
     """Names of the method's parameters: first those with tensors and splits, then the options."""
     tensors: Callable[[Sequence[Any]], _Tensors]
     """Returns outputs and inputs, given the arguments."""
-    compared: Compared
+    compared: Compared = Compared.INPUTS
     """What must agree between ranks, beside the name."""
     reduces: bool = False
     """Whether the reduce operation must agree too."""
@@ -67,7 +67,7 @@ class Collective:
     """Whether the root must agree too, and how to name it: `"from"` or `"to"`; empty if there is none."""
     is_coalesced: bool = False
     """Whether one call stands for one call per tensor."""
-    check: Callable[[PhaseExchange, CollectiveCall], None] = operations.check_nothing
+    check: Callable[[PhaseExchange, CollectiveCall], None] = collectives.check_nothing
     """Checks the arguments, before the shm backend makes the call."""
     run: Callable[[PhaseExchange, CollectiveCall], None]
     """Makes the call in shared memory."""
@@ -200,10 +200,9 @@ COLLECTIVES: Final = (
         methods=("allreduce",),
         parameters=_IN_PLACE,
         tensors=_in_place,
-        compared=Compared.INPUTS,
         reduces=True,
-        check=operations.check_one,
-        run=operations.run_all_reduce,
+        check=collectives.check_one,
+        run=collectives.run_all_reduce,
     ),
     Collective(
         name="all_reduce_coalesced",
@@ -211,10 +210,9 @@ COLLECTIVES: Final = (
         methods=("allreduce_coalesced",),
         parameters=_IN_PLACE,
         tensors=_in_place,
-        compared=Compared.INPUTS,
         reduces=True,
         is_coalesced=True,
-        run=operations.run_all_reduce,
+        run=collectives.run_all_reduce,
     ),
     Collective(
         name="broadcast",
@@ -222,10 +220,9 @@ COLLECTIVES: Final = (
         methods=("broadcast",),
         parameters=_IN_PLACE,
         tensors=_in_place,
-        compared=Compared.INPUTS,
         root="from",
-        check=operations.check_one,
-        run=operations.run_broadcast,
+        check=collectives.check_one,
+        run=collectives.run_broadcast,
     ),
     Collective(
         name="reduce",
@@ -233,11 +230,10 @@ COLLECTIVES: Final = (
         methods=("reduce",),
         parameters=_IN_PLACE,
         tensors=_in_place,
-        compared=Compared.INPUTS,
         reduces=True,
         root="to",
-        check=operations.check_one,
-        run=operations.run_reduce,
+        check=collectives.check_one,
+        run=collectives.run_reduce,
     ),
     Collective(
         name="all_gather",
@@ -245,9 +241,8 @@ COLLECTIVES: Final = (
         methods=("allgather",),
         parameters=_LISTS,
         tensors=_list_of_outputs,
-        compared=Compared.INPUTS,
-        check=operations.check_gather_everywhere,
-        run=operations.run_gather,
+        check=collectives.check_gather_everywhere,
+        run=collectives.run_gather,
     ),
     Collective(
         name="all_gather_into_tensor",
@@ -255,9 +250,8 @@ COLLECTIVES: Final = (
         methods=("_allgather_base", "all_gather_single"),
         parameters=_PAIR,
         tensors=_outputs_and_inputs,
-        compared=Compared.INPUTS,
-        check=operations.check_outputs_of_all,
-        run=operations.run_all_gather_single,
+        check=collectives.check_outputs_of_all,
+        run=collectives.run_all_gather_single,
     ),
     Collective(
         name="all_gather_coalesced",
@@ -265,10 +259,9 @@ COLLECTIVES: Final = (
         methods=("allgather_coalesced",),
         parameters=_LISTS,
         tensors=_rows_of_outputs,
-        compared=Compared.INPUTS,
         is_coalesced=True,
-        check=operations.check_rows_of_outputs,
-        run=operations.run_gather_rows,
+        check=collectives.check_rows_of_outputs,
+        run=collectives.run_gather_rows,
     ),
     Collective(
         name="all_gather_into_tensor_coalesced",
@@ -276,10 +269,9 @@ COLLECTIVES: Final = (
         methods=("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
         parameters=_LISTS,
         tensors=_outputs_and_inputs,
-        compared=Compared.INPUTS,
         is_coalesced=True,
-        check=operations.check_outputs_of_all,
-        run=operations.run_all_gather_single,
+        check=collectives.check_outputs_of_all,
+        run=collectives.run_all_gather_single,
     ),
     Collective(
         name="reduce_scatter",
@@ -289,8 +281,8 @@ COLLECTIVES: Final = (
         tensors=_list_of_inputs,
         compared=Compared.OUTPUTS,
         reduces=True,
-        check=operations.check_reduce_scatter,
-        run=operations.run_reduce_scatter,
+        check=collectives.check_reduce_scatter,
+        run=collectives.run_reduce_scatter,
     ),
     Collective(
         name="reduce_scatter_tensor",
@@ -300,8 +292,8 @@ COLLECTIVES: Final = (
         tensors=_outputs_and_inputs,
         compared=Compared.OUTPUTS,
         reduces=True,
-        check=operations.check_inputs_for_all,
-        run=operations.run_reduce_scatter_single,
+        check=collectives.check_inputs_for_all,
+        run=collectives.run_reduce_scatter_single,
     ),
     Collective(
         name="reduce_scatter_tensor_coalesced",
@@ -312,8 +304,8 @@ COLLECTIVES: Final = (
         compared=Compared.OUTPUTS,
         reduces=True,
         is_coalesced=True,
-        check=operations.check_inputs_for_all,
-        run=operations.run_reduce_scatter_single,
+        check=collectives.check_inputs_for_all,
+        run=collectives.run_reduce_scatter_single,
     ),
     Collective(
         name="all_to_all",
@@ -322,8 +314,8 @@ COLLECTIVES: Final = (
         parameters=_LISTS,
         tensors=_outputs_and_inputs,
         compared=Compared.DTYPE,
-        check=operations.check_all_to_all,
-        run=operations.run_all_to_all,
+        check=collectives.check_all_to_all,
+        run=collectives.run_all_to_all,
     ),
     Collective(
         name="all_to_all_single",
@@ -332,8 +324,8 @@ COLLECTIVES: Final = (
         parameters=("output", "input", "output_split_sizes", "input_split_sizes", "opts"),
         tensors=_outputs_and_inputs,
         compared=Compared.ROWS,
-        check=operations.check_all_to_all_single,
-        run=operations.run_all_to_all_single,
+        check=collectives.check_all_to_all_single,
+        run=collectives.run_all_to_all_single,
     ),
     Collective(
         name="gather",
@@ -341,10 +333,9 @@ COLLECTIVES: Final = (
         methods=("gather",),
         parameters=_LISTS,
         tensors=_list_of_outputs,
-        compared=Compared.INPUTS,
         root="to",
-        check=operations.check_gather,
-        run=operations.run_gather,
+        check=collectives.check_gather,
+        run=collectives.run_gather,
     ),
     Collective(
         name="gather_single",  # of torch 2.15
@@ -352,10 +343,9 @@ COLLECTIVES: Final = (
         methods=("gather_single", "gather_into_tensor"),
         parameters=_PAIR,
         tensors=_outputs_and_inputs,
-        compared=Compared.INPUTS,
         root="to",
-        check=operations.check_gather_single,
-        run=operations.run_gather_single,
+        check=collectives.check_gather_single,
+        run=collectives.run_gather_single,
     ),
     Collective(
         name="scatter",
@@ -365,8 +355,8 @@ COLLECTIVES: Final = (
         tensors=_list_of_inputs,
         compared=Compared.OUTPUTS,
         root="from",
-        check=operations.check_scatter,
-        run=operations.run_scatter,
+        check=collectives.check_scatter,
+        run=collectives.run_scatter,
     ),
     Collective(
         name="barrier",
@@ -374,7 +364,6 @@ COLLECTIVES: Final = (
         methods=("barrier",),
         parameters=("opts",),
         tensors=_none,
-        compared=Compared.INPUTS,
-        run=operations.run_barrier,
+        run=collectives.run_barrier,
     ),
 )

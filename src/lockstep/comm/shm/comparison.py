@@ -29,9 +29,8 @@ from lockstep.comm.calls import LONGEST_CALL, explain_mismatch
 from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.file_layout import PAGE, PHASE
 from lockstep.comm.shm.memory import Memory
-from lockstep.comm.shm.peers import Peers
+from lockstep.comm.shm.peers import Peers, PeerState
 from lockstep.comm.shm.phases import PhaseExchange
-from lockstep.comm.shm.rank_states import PeerState
 from lockstep.errors import CollectiveMismatchError, GroupError
 from lockstep.processes.user_line import find_user_line
 

@@ -43,9 +43,8 @@ from lockstep.comm.shm.comparison import NUM_BYTES, SharedMemoryComparer
 from lockstep.comm.shm.file_layout import PAGE, FileLayout
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.messages import PointToPoint
-from lockstep.comm.shm.peers import Peers
+from lockstep.comm.shm.peers import Peers, PeerState
 from lockstep.comm.shm.phases import PhaseExchange
-from lockstep.comm.shm.rank_states import PeerState
 from lockstep.comm.shm.rendezvous import GroupHandles, NotShared, connect_ranks
 from lockstep.comm.shm.torch_beside import NO_ACCELERATORS, AcceleratorBackends, TorchBackends, TorchCalls
 from lockstep.comm.shm.work import CallRunner, WorkQueue

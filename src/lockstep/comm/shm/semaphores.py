@@ -12,7 +12,10 @@ import ctypes
 import errno
 import math
 import sys
+import threading
 import time
+from collections import Counter
+from typing import final
 
 
 class _Timespec(ctypes.Structure):
@@ -84,3 +87,37 @@ def wait(address: int, timeout_seconds: float) -> bool:
     if number not in (errno.ETIMEDOUT, errno.EINTR):
         raise OSError(number, "waiting for a semaphore failed")
     return False
+
+
+@final
+class Sleepers:
+    """The threads that sleep at semaphores of one group, as long as the group can be used."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.counts: Counter[int] = Counter()
+        """How many threads sleep at each semaphore, by address."""
+        self._is_over = False
+
+    def sleep(self, address: int, seconds: float) -> bool:
+        """Take one from the semaphore, waiting at most so long; return whether it was taken and the group is usable."""
+        with self._lock:
+            if self._is_over:
+                return False
+            self.counts[address] += 1
+        try:
+            taken = wait(address, seconds)
+        finally:
+            with self._lock:
+                self.counts[address] -= 1
+        return taken and not self._is_over
+
+    def end(self) -> None:
+        """Let all sleeps end now, those to come too (any thread): the group cannot be used any more."""
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = True
+            for address, count in self.counts.items():
+                for _ in range(count):
+                    post(address)

@@ -4,7 +4,7 @@ import ctypes
 import threading
 
 from lockstep.comm.shm import semaphores
-from lockstep.comm.shm.sleepers import Sleepers
+from lockstep.comm.shm.semaphores import Sleepers
 
 
 def test_all_sleeps_end_and_nobody_takes_what_woke_another_for_a_post() -> None:
