@@ -70,7 +70,6 @@ class TensorInfo:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     tensors: tuple[TensorInfo, ...]
-    """The tensors, in the order of their data."""
     metadata: Mapping[str, str]
     num_bytes: int
     """Length of the header with its first 8 bytes; the data begin there."""

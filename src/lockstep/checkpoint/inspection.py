@@ -32,7 +32,6 @@ class TensorGroup:
     """The first component of the parameters' names, or a key of the optimizer's state, such as `exp_avg` of Adam; or a
     network that the loss uses beside the model."""
     is_model: bool
-    """Whether they are parameters and buffers."""
     num_tensors: int
     num_elements: int
     num_bytes: int

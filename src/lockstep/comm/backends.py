@@ -74,7 +74,6 @@ class CheckedBackends:
     """What a group of torch's backends is made of whose calls are compared."""
 
     names: Mapping[str, str]
-    """The backend of each device."""
     waits: bool
     """Whether every call waits for all ranks to make it."""
     compares: bool = True

@@ -108,13 +108,15 @@ class Generations:
         self.has_left = False
         self.help_others: Callable[[], None] | None = None
         """Called when there is a new generation, but this worker makes no calls any more."""
-        self.on_joined: Callable[[NextGeneration], None] = _ignore
-        self.on_ready: Callable[[], None] = _do_nothing
-        self.on_stay: Callable[[], None] = _do_nothing
+        self.on_joined: Callable[[NextGeneration], object] = lambda _joined: None
+        self.on_ready: Callable[[], object] = lambda: None
+        self.on_stay: Callable[[], object] = lambda: None
         """Called in the thread that reads the channel, when the launcher does not let this worker leave."""
-        self.look_at_main_thread: Callable[[], dict[str, Any]] = _know_nothing
-        """Returns whether the main thread waits for others (`waits`), its line (`place`). Called in that thread too."""
-        self.num_calls: Callable[[], int] = _count_nothing
+        self.look_at_main_thread: Callable[[], dict[str, Any]] = lambda: {"waits": True, "place": ""}
+        """Returns whether the main thread waits for others (`waits`), its line (`place`). Called in that thread too.
+
+        Who waits is not ended as one that others wait for."""
+        self.num_calls: Callable[[], int] = lambda: 0
         """Returns how many calls that all workers make alike are complete here. Called in that thread too."""
         self.member: object = None
         """What `lockstep.engine.member` keeps for this worker."""
@@ -341,23 +343,6 @@ def _explain(lost: tuple[LostWorker, ...]) -> GroupError:
         return GroupError("The launcher has replaced the workers of this group. (LS602)")
     named = "; ".join(f"Rank {each.rank} (process {each.pid}) is lost: it was {each.reason}" for each in lost)
     return PeerLostError(f"{named}. (LS602)", rank=lost[0].rank)
-
-
-def _do_nothing() -> None:
-    """Do nothing: nobody needs to know."""
-
-
-def _know_nothing() -> dict[str, Any]:
-    """Return what keeps this worker from being ended as one that others wait for."""
-    return {"waits": True, "place": ""}
-
-
-def _count_nothing() -> int:
-    return 0
-
-
-def _ignore(_joined: NextGeneration) -> None:
-    """Do nothing: nobody needs to know."""
 
 
 class _Present:

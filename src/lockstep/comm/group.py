@@ -83,7 +83,6 @@ class CheckedProcessGroup(ProcessGroup):
         self._waits = InterruptibleWaits()
         self._events = CallEvents(global_ranks)
         self.backend_names = dict(backends)
-        """Backend of each device."""
         self.waits = comparer.waits
         for device, name in backends.items():
             place = torch.device(device)

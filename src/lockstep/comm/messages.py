@@ -71,7 +71,7 @@ def check_summable(tensor: object, name: str, *, is_written: bool) -> Tensor:
     return tensor
 
 
-def flatten(tensor: Tensor, min_elements: int) -> Tensor:
+def to_real_row(tensor: Tensor, min_elements: int) -> Tensor:
     """Return the elements of `tensor` in their logical order: its own memory where it lies in that order, else a copy.
 
     Complex numbers become pairs of real ones: adding those is the same in every part of a vectorised loop, while a
@@ -85,8 +85,8 @@ def flatten(tensor: Tensor, min_elements: int) -> Tensor:
     return torch.cat([flat, flat.new_zeros(num_missing)]) if num_missing > 0 else flat
 
 
-def write_back(flat: Tensor, tensor: Tensor) -> None:
-    """Copy the values of `flat`, which `flatten` made of `tensor`, into it, unless they share memory."""
+def from_real_row(flat: Tensor, tensor: Tensor) -> None:
+    """Copy the values of `flat`, which `to_real_row` made of `tensor`, into it, unless they share memory."""
     if flat.data_ptr() != tensor.data_ptr():
         values = flat[: tensor.nbytes // flat.element_size()].view(tensor.dtype)
         tensor.detach().copy_(values.view(tensor.shape))

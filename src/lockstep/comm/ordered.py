@@ -34,13 +34,13 @@ from lockstep.comm.capabilities import AddsInOrder, capabilities_of
 from lockstep.comm.messages import (
     check_summable,
     describe_use,
-    flatten,
+    from_real_row,
     gather_single,
     joined_world,
     post_messages,
     require_same_call,
+    to_real_row,
     wait_all,
-    write_back,
 )
 from lockstep.comm.ring import resolved
 from lockstep.comm.segments import Bounds, HeldPartials, check_held_partials, check_layout, plan_chunks
@@ -112,7 +112,7 @@ def ordered_all_reduce(
         reduction = flatten_reduction(inputs.partials, inputs.out, inputs.num_shards, layout, world)
         # The group compares the calls in its first phase.
         _start_in_group(reduction, call, waits=True).wait()
-        write_back(reduction.out, inputs.out)
+        from_real_row(reduction.out, inputs.out)
         return inputs.out
     require_same_call(call, inputs.out.device, world)
     if inputs.out.numel() > 0:
@@ -180,7 +180,7 @@ class OrderedReductions:
 
         def finish() -> None:
             work.wait()
-            write_back(reduction.out, out)
+            from_real_row(reduction.out, out)
 
         return finish
 
@@ -303,8 +303,8 @@ def flatten_reduction(
 ) -> FlatReduction:
     """Return a reduction of flat tensors: copies, where one is not contiguous or shorter than there are ranks."""
     return FlatReduction(
-        partials={node: flatten(partial, world.world_size) for node, partial in partials.items()},
-        out=flatten(out, world.world_size),
+        partials={node: to_real_row(partial, world.world_size) for node, partial in partials.items()},
+        out=to_real_row(out, world.world_size),
         layout=[sorted(nodes) for nodes in layout],
         num_shards=num_shards,
         world=world,
@@ -506,7 +506,7 @@ class OrderedMessages:
                 self._gathers += _add_and_gather(self._in_flight.popleft())
             wait_all(self._gathers)
             for reduction, out in self._started:
-                write_back(reduction.out, out)
+                from_real_row(reduction.out, out)
         self._gathers = []
         if self._side is not None:
             torch.accelerator.current_stream(device).wait_stream(self._side)

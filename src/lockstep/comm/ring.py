@@ -26,12 +26,12 @@ from torch.distributed import ProcessGroup
 from lockstep.comm.messages import (
     check_summable,
     describe_use,
-    flatten,
+    from_real_row,
     joined_world,
     pass_on,
     require_same_call,
+    to_real_row,
     wait_all,
-    write_back,
 )
 from lockstep.comm.segments import Transfer, plan_ring, ring_transfers
 from lockstep.comm.world import World
@@ -71,9 +71,9 @@ def ring_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor
     check_summable(tensor, "tensor", is_written=True)
     require_same_call(describe_use("ring_all_reduce", tensor), tensor.device, world)
     if world.world_size > 1 and tensor.numel() > 0:
-        flat = flatten(tensor, min_elements=world.world_size)
+        flat = to_real_row(tensor, min_elements=world.world_size)
         _reduce(flat, world)
-        write_back(flat, tensor)
+        from_real_row(flat, tensor)
     return tensor
 
 

@@ -40,7 +40,6 @@ class HeldPartials:
     """What one rank brings to an ordered reduction."""
 
     nodes: tuple[Node, ...]
-    """Subtrees whose sums it holds."""
     num_shards: int
     shape: tuple[int, ...]
     dtype: str

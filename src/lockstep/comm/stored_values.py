@@ -84,7 +84,6 @@ class Deadline:
     """A moment on the monotonic clock: made once from a limit and passed down, so that the steps share the limit."""
 
     end: float
-    """The moment, in seconds."""
     limit: timedelta
     """The whole time from the start, for messages."""
 

@@ -68,7 +68,6 @@ class Gpu:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
     taken_at: datetime
-    """When, in local time."""
     gpus: tuple[Gpu, ...]
     """In nvidia-smi's order, those hidden by CUDA_VISIBLE_DEVICES included."""
     problem: str
@@ -78,9 +77,7 @@ class Inventory:
     driver: str | None
     cuda_visible_devices: str | None
     num_cores: int
-    """Cores that this process may use."""
     memory_total_bytes: int
-    """Main memory that this process may use."""
     memory_available_bytes: int
     is_wsl: bool = False
     """Whether this is Linux under Windows (WSL), where the processes of Windows' desktop cannot be seen."""

@@ -36,7 +36,6 @@ PHASE_NAMES: Final = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
     step: int
-    """The step, counted from 0."""
     doing: str
     """In words, after the name of the worker: "computes shard 3"."""
     since_ns: int
@@ -48,7 +47,6 @@ class Activity:
     call_number: int | None
     """Number of that call, the same on all ranks of the group; None if it is in none."""
     last_calls: Mapping[int, int]
-    """Number of the last call that it began, for each group."""
     line: str
     """The line of the user's code that made the call; empty if it was not recorded."""
     is_loading: bool
@@ -59,11 +57,9 @@ class Activity:
     is_inside: bool = True
     """Whether it is in a step, an evaluation, a save or a call, and not in the user's code around these."""
     is_starting: bool = False
-    """Whether it has not finished a step yet."""
     longest_shard: float = 0.0
     """If it computes a shard: seconds of the longest one after the first step; 0 if there were too few."""
     has_ended: bool
-    """Whether it ended its recording itself."""
 
 
 def not_begun(since_ns: int) -> Activity:

@@ -38,13 +38,11 @@ class WorkerState:
     pid: int
     activity: Activity
     seconds: float
-    """Since how long."""
     facts: ProcessFacts | None
     """What the system knows of it; None for a process that has ended, or of another host."""
     is_here: bool = True
     """Whether it is of this host, so that the system would know of it."""
     cpu_share: float = 0.0
-    """How much of a core it uses now."""
     how_ended: str = ""
     """How it ended, if it has and the launcher saw it."""
     line: str = ""
@@ -58,7 +56,6 @@ class WorkerState:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process is gone."""
         return self.is_here and self.facts is None
 
     @property
@@ -74,13 +71,10 @@ class Verdict:
     """"running", "stalled", "ended", "failed" or "empty"."""
     text: str
     advice: str
-    """What to do; empty if there is nothing to do."""
     ranks: tuple[int, ...]
-    """The workers that are the cause, as far as it is known."""
     is_certain: bool = False
     """Whether a job that stands still does so for a reason that no healthy one has: somebody is waited for, say."""
     is_starting: bool = False
-    """Whether the workers that are the cause have not finished a step yet."""
     is_elsewhere: bool = False
     """Whether a worker that is not of this host, or not in the recording, is the cause."""
 

@@ -106,7 +106,6 @@ def _last_moment(files: Sequence[FileEvents]) -> int:
 
 
 def _ends(launcher: FileEvents | None) -> dict[int, str]:
-    """Return how processes ended, as the launcher saw it."""
     if launcher is None:
         return {}
     events = [launcher.event(position) for position in range(len(launcher.table))]

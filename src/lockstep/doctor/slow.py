@@ -86,7 +86,6 @@ class TimeUse:
     """How many shards it runs in a step; 0 for a wrapper."""
     samples_per_step: float = 0.0
     callback: str = ""
-    """The callback that takes most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,6 @@ class ProcessFacts:
     state: str
     """In words: running, sleeping, stopped, in disk sleep, ..."""
     memory_bytes: int
-    """What it has in memory."""
     swapped_bytes: int
     cpu_seconds: float
     """Time on cores since it began, of all threads."""
@@ -200,7 +199,6 @@ class Neighbour:
     user: str
     """Who runs it; a number where the name is not known."""
     program: str
-    """Its program, without arguments."""
     cores: float
 
 

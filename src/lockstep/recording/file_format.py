@@ -46,7 +46,6 @@ class EventKind(IntEnum):
 
     STARTED = 1
     ENDED = 2
-    """It ended its recording itself."""
     PHASE = 3
     """A phase of a step began, index = its number; the one before has ended with that."""
     SHARD = 4
@@ -103,7 +102,6 @@ class FileHeader:
     boot: str
     """Boot of the host: monotonic clocks of processes of one boot agree."""
     rank: int
-    """Its present rank."""
     world_size: int
     generation: int
     ended_ns: int

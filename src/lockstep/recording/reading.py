@@ -35,7 +35,6 @@ _FEWEST = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneEvent:
     number: int
-    """Number among the events of its process."""
     begin: int
     """When it began, in nanoseconds of the host's monotonic clock."""
     end: int

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.comm.messages import check_summable, flatten, joined_world, write_back
+from lockstep.comm.messages import check_summable, from_real_row, joined_world, to_real_row
 from lockstep.errors import GroupError
 
 NUMBERS = torch.arange(24).reshape(2, 3, 4)
@@ -34,10 +34,10 @@ def test_an_expanded_tensor_may_be_read() -> None:
 
 def test_a_contiguous_tensor_is_its_own_flat_form() -> None:
     tensor = NUMBERS.float().requires_grad_()
-    flat = flatten(tensor, min_elements=24)
+    flat = to_real_row(tensor, min_elements=24)
     assert flat.data_ptr() == tensor.data_ptr()
     assert not flat.requires_grad
-    write_back(flat.add_(1), tensor)
+    from_real_row(flat.add_(1), tensor)
     assert torch.equal(tensor, NUMBERS.float() + 1)
 
 
@@ -58,13 +58,13 @@ def test_a_contiguous_tensor_is_its_own_flat_form() -> None:
 )
 def test_the_flat_form_has_the_elements_in_order_and_goes_back(tensor: Tensor) -> None:
     expected = tensor.clone()
-    flat = flatten(tensor, min_elements=5)
+    flat = to_real_row(tensor, min_elements=5)
     in_order = torch.view_as_real(expected.resolve_conj()) if expected.is_complex() else expected
     assert flat.shape == (max(5, in_order.numel()),)
     assert flat[: in_order.numel()].tolist() == in_order.reshape(-1).tolist()
     assert not flat[in_order.numel() :].any()
     tensor.zero_()
-    write_back(flat, tensor)
+    from_real_row(flat, tensor)
     assert torch.equal(tensor, expected)
 
 
