@@ -51,6 +51,7 @@ class WorkerComparison(StepPart):
         self._num_writes = -1
         self._named: dict[str, Tensor] = {}
         self._num_trained = (0, 0)
+        self._of_networks: object = None
         self._at_begin: list[tuple[Tensor, int]] = []
         self._begun: dict[str, Tensor] = {}
         self._number_at_begin: Tensor | int = 0
@@ -109,9 +110,11 @@ class WorkerComparison(StepPart):
                 )
 
     def _compared(self) -> dict[str, Tensor]:
-        """Return the parameters, which stay the same ones; but a network may get a trainer of its own."""
-        if self._num_trained != TRAINED_MODELS.num_changes:
-            self._num_trained, self._named = TRAINED_MODELS.num_changes, self._state.parts.compared()
+        """Return the parameters: the same ones, unless the loss has other networks, or one a trainer of its own."""
+        of_networks = self._state.networks.parameters
+        if self._num_trained != TRAINED_MODELS.num_changes or self._of_networks is not of_networks:
+            self._num_trained, self._of_networks = TRAINED_MODELS.num_changes, of_networks
+            self._named = self._state.parts.compared()
         return self._named
 
     def _count_writes(self) -> int:

@@ -6,12 +6,12 @@ replaced memory in its address. Writes through `.data` show in neither; for them
 steps only, for that reads every parameter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.comm import calls_for
 from lockstep.engine.batches import gather_results
@@ -34,17 +34,24 @@ class WrittenParameters(StepPart):
     def __init__(self, runs: ShardRuns) -> None:
         self._state, self._world = runs.state, runs.world
         self._has_several = runs.state.num_shards > 1
-        named = {**dict(runs.state.model.named_parameters()), **runs.state.networks.parameters}
-        self._names, self._parameters = list(named), list(named.values())
-        self._memory = [(each.shape, each.dtype, each.device, each.stride()) for each in self._parameters]
-        self._num_reads = _NUM_READ if self._has_several else 0
+        self._cover(runs.state.networks.parameters)
         self._before: tuple[list[int], list[int]] | None = None
         self._bits: Tensor | None = None
         self._written: list[int] = []
         self._first = Column(int, self._find, is_of_failed=True)
         self.columns = (self._first,)
 
+    def _cover(self, of_networks: Mapping[str, nn.Parameter]) -> None:
+        """Look at the parameters of the model, and of these networks (local)."""
+        self._of_networks = of_networks
+        named = {**dict(self._state.model.named_parameters()), **of_networks}
+        self._names, self._parameters = list(named), list(named.values())
+        self._memory = [(each.shape, each.dtype, each.device, each.stride()) for each in self._parameters]
+        self._num_reads = _NUM_READ if self._has_several else 0
+
     def begin(self, step: CurrentStep) -> None:
+        if self._state.networks.parameters is not self._of_networks:
+            self._cover(self._state.networks.parameters)
         step.has_recorded_parameters = True
         self._written = []
         self._before = self._look()

@@ -20,7 +20,7 @@ from lockstep.engine import run_state
 from lockstep.engine.member import receive_state, send_state
 from lockstep.engine.saving import unpack_state
 from lockstep.engine.state_parts import StatePart, StateParts
-from lockstep.errors import CheckpointError, ParameterMismatchError
+from lockstep.errors import CheckpointError, LossError, ParameterMismatchError
 
 NUM_SHARDS = 4
 
@@ -188,6 +188,23 @@ def test_one_that_comes_after_the_trainer_is_cared_for_or_refused(workers: int) 
             train_with(LateTeacher(is_training=True), world)
 
     run_ranks(workers, refused)
+
+
+def test_writes_to_the_parameters_of_one_that_comes_after_the_trainer_are_refused() -> None:
+    # Only those of the networks that the trainer was made with were looked at.
+    class Written(LateTeacher):
+        def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+            if self.teacher is None:
+                return model(batch[0]).square().mean()
+            with torch.no_grad():
+                next(self.teacher.parameters()).mul_(0.5)
+            return super().__call__(model, batch)
+
+    def refused(world: World) -> None:
+        with pytest.raises(LossError, match=r"Parameter teacher\.\S+ was written on rank 0"):
+            train_with(Written(is_training=False), world, given=2)
+
+    run_ranks(2, refused)
 
 
 def test_a_state_that_lacks_one_is_warned_of_and_one_that_has_more_is_refused(tmp_path: Path) -> None:
