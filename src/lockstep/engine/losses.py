@@ -41,9 +41,17 @@ from lockstep.comm import World, calls_for, raise_if_broken
 from lockstep.data import ShardedBatch, Slice
 from lockstep.devices.transfer import is_asynchronous
 from lockstep.engine.batches import name_step
-from lockstep.engine.step_table import ON_DEVICE, CurrentStep, Rows, ShardColumn, StepPart, WeightedLosses
+from lockstep.engine.step_table import (
+    ON_DEVICE,
+    CurrentStep,
+    Rows,
+    ShardColumn,
+    StepPart,
+    WeightedLosses,
+    mean_in_tree_order,
+)
 from lockstep.errors import GroupError, LossError, PeerLostError
-from lockstep.shards import add_in_tree_order, sum_in_tree_order
+from lockstep.shards import add_in_tree_order
 from lockstep.torch_private.autograd import tensor_hooks
 
 
@@ -302,8 +310,8 @@ class StepValues(StepPart):
 
         def compute(row: RowValues | None) -> dict[str, float]:
             if row is None or sums:
-                return {name: _mean(*sums[name]) for name in names}
-            return {name: _mean(*row.values[places.index(name)]) for name in names}
+                return {name: mean_in_tree_order(*sums[name]) for name in names}
+            return {name: mean_in_tree_order(*row.values[places.index(name)]) for name in names}
 
         return compute
 
@@ -335,11 +343,6 @@ class StepValues(StepPart):
             ShardColumn(lambda: {shard: _weighted(*each) for shard, each in read()}),
             ShardColumn(lambda: {shard: weight for shard, (_, weight) in read()}),
         )
-
-
-def _mean(sums: Sequence[float], weights: Sequence[float]) -> float:
-    weight = sum_in_tree_order(weights)
-    return sum_in_tree_order(sums) / weight if weight else math.nan
 
 
 def check_values(values: Mapping[Any, Any], weight: float | Tensor) -> ShardValues:

@@ -67,10 +67,6 @@ class OptimizerSet(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return {name: value for part in self.parts.values() for name, value in part.defaults.items()}
 
-    @property
-    def kinds(self) -> str:
-        return ", ".join(f"{name}: {type(part).__name__}" for name, part in self.parts.items())
-
     def due(self, num_steps: int) -> list[str]:
         return [name for name, every in self.every.items() if (num_steps + 1) % every == 0]
 
@@ -104,10 +100,6 @@ class SchedulerSet:
     def __init__(self, parts: Mapping[str, Any], optimizers: OptimizerSet) -> None:
         self.parts = dict(parts)
         self._optimizers = optimizers
-
-    @property
-    def kinds(self) -> str:
-        return ", ".join(f"{name}: {type(part).__name__}" for name, part in self.parts.items())
 
     @property
     def last_epoch(self) -> int | None:
@@ -167,7 +159,7 @@ def combine_schedulers(scheduler: Any, optimizer: Optimizer) -> Any:
 
 def class_name(value: object) -> str | None:
     if isinstance(value, OptimizerSet | SchedulerSet):
-        return value.kinds
+        return ", ".join(f"{name}: {type(part).__name__}" for name, part in value.parts.items())
     return None if value is None else type(value).__name__
 
 

@@ -239,6 +239,12 @@ class StepPart:
         """Put back what `begin` has recorded, if it was called (local)."""
 
 
+def mean_in_tree_order(sums: Sequence[float], weights: Sequence[float]) -> float:
+    """Return the weighted mean over the shards; NaN where nothing has a weight."""
+    weight = sum_in_tree_order(weights)
+    return sum_in_tree_order(sums) / weight if weight else math.nan
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class WeightedLosses:
@@ -257,8 +263,7 @@ class WeightedLosses:
 
     @property
     def mean_loss(self) -> float:
-        weight = self.weight
-        return sum_in_tree_order(self.losses) / weight if weight else math.nan
+        return mean_in_tree_order(self.losses, self.weights)
 
 
 @final
