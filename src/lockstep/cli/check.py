@@ -34,11 +34,9 @@ _SAID: Final = re.compile(r"(Warning|Error): |^The job stands still|^error: ")
 @dataclass(frozen=True, slots=True)
 class Trial:
     said: tuple[str, ...]
-    """Its warnings and errors, each once."""
     num_steps: int
     """So many steps, or backwards of a wrapper, had the slowest worker begun."""
     exit_code: int | None
-    """With what it ended by itself; None if it did not."""
 
 
 def check(

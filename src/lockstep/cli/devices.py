@@ -58,7 +58,6 @@ def devices(
 
 
 def _test(requests: list[str], *, force: bool, as_json: bool) -> int:
-    """Check the links between the devices of a request; return the exit code."""
     if len(requests) != 1:
         raise UsageError(f"--test takes one request, but {len(requests)} are given: {' '.join(requests)}. (LS821)")
     placement = place_workers(requests[0], force=force)
@@ -156,10 +155,8 @@ def _describe(holder: Holder, inventory: Inventory) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendLinks:
     backend: str
-    """"nccl", "gloo" or "shm"."""
     device: str
     reports: Sequence[LinkReport]
-    """For each pair, and for all; fewer if a call did not end."""
     warning: str = ""
     """What is known of this version of the backend; empty for nothing."""
 
@@ -238,7 +235,6 @@ def _check_links(backend: str, device: torch.device, warning: str = "") -> Backe
 
 
 def _make_gloo_group(run: Run) -> None:
-    """Make a group over Gloo in place of the one that the worker has (collective)."""
     group = current_world().group
     assert group is not None
     store = group_store(group)

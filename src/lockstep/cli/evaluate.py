@@ -1,12 +1,13 @@
 """`lockstep evaluate RUN`: the metrics of a saved model on a data set."""
 
 import json
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import Any
 
 import typer
 
 from lockstep.cli.main import FORCE, JSON, command
-from lockstep.cli.options import CODE, DEVICES, OVERRIDES, SAVED, WEIGHTS, WORKERS, call_on_saved
+from lockstep.cli.options import CODE, DATA, DEVICES, OVERRIDES, SAVED, WEIGHTS, WORKERS, call_on_saved
 from lockstep.launch.messages import Run
 from lockstep.runs.opening import SavedRun, find_saved_run
 
@@ -14,9 +15,7 @@ from lockstep.runs.opening import SavedRun, find_saved_run
 def evaluate(
     saved_path: SAVED,
     overrides: OVERRIDES = None,
-    data: Annotated[
-        str, typer.Option("--data", help="test, train, or a function that returns a data set: mine:new.")
-    ] = "test",
+    data: DATA = "test",
     weights: WEIGHTS = None,
     workers: WORKERS = None,
     devices: DEVICES = None,
@@ -45,14 +44,7 @@ def evaluate(
 def evaluate_worker(run: Run, saved: SavedRun, data: str, weights: str | None) -> dict[str, Any]:
     from lockstep.runs.evaluate import evaluate_saved
 
-    found = evaluate_saved(saved.config, saved.checkpoint, data, run.device, weights)
-    return {
-        "metrics": dict(found.values),
-        "weights": dict(found.weights),
-        "num_samples": found.num_samples,
-        "fingerprint": found.fingerprint,
-        "digest": found.digest,
-    }
+    return asdict(evaluate_saved(saved.config, saved.checkpoint, data, run.device, weights))
 
 
 def _describe(name: str, value: float, weight: float) -> str:

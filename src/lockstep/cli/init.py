@@ -2,7 +2,6 @@
 
 import csv
 from difflib import get_close_matches
-from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
@@ -18,16 +17,8 @@ _NUM_ROWS = 400
 _NUM_TEXTS = 200
 
 
-class DataKind(StrEnum):
-    blank = "blank"
-    images = "images"
-    table = "table"
-    text = "text"
-
-
-_KINDS = [str(kind) for kind in DataKind]
-_SAMPLES = {DataKind.images: "images", DataKind.table: "table.csv", DataKind.text: "texts.csv"}
-"""Where the sample data are, which are replaced by the user's own."""
+_KINDS = ("blank", "images", "table", "text")
+_SAMPLES = {"images": "images", "table": "table.csv", "text": "texts.csv"}
 
 
 def _complete_kind(incomplete: str) -> list[str]:
@@ -37,26 +28,29 @@ def _complete_kind(incomplete: str) -> list[str]:
 def init(
     kind: Annotated[
         str, typer.Argument(metavar=f"[{'|'.join(_KINDS)}]", help="What the data are.", autocompletion=_complete_kind)
-    ] = DataKind.blank,
+    ] = "blank",
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to write.")] = Path(),
 ) -> None:
     """Write mine.yaml and mine.py, which train at once, and a few sample data.
 
     KIND is blank, images (a folder per class), table (a .csv) or text (texts and their classes).
     """
-    wanted = _read_kind(kind)
-    names = ["mine.py", "mine.yaml", *([_SAMPLES[wanted]] if wanted in _SAMPLES else [])]
+    if kind not in _KINDS:
+        near = get_close_matches(kind, _KINDS, n=1)
+        suggestion = f"Did you mean {near[0]}? " if near else ""
+        raise UsageError(f"{kind!r} is no kind of data. {suggestion}The kinds are {', '.join(_KINDS)}. (LS815)")
+    names = ["mine.py", "mine.yaml", *([_SAMPLES[kind]] if kind in _SAMPLES else [])]
     there = [name for name in names if (folder / name).exists()]
     if {"mine.py", "mine.yaml"} & set(there):
         raise UsageError(f"{folder / there[0]} exists already, and is not overwritten. Name another folder. (LS815)")
     starter = files("lockstep.cli.starter")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not there:  # else they are the user's own data
-            _write_samples(wanted, folder)
+        if kind in _SAMPLES and not there:  # else they are the user's own data
+            _WRITERS[kind](folder / _SAMPLES[kind])
         for suffix in ("py", "yaml"):
-            text = starter.joinpath(f"{wanted}.{suffix}").read_text("utf-8")
-            (folder / f"mine.{suffix}").write_text(_with_own_classes(text, wanted, folder), encoding="utf-8")
+            text = starter.joinpath(f"{kind}.{suffix}").read_text("utf-8")
+            (folder / f"mine.{suffix}").write_text(_with_own_classes(text, kind, folder), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{error.filename or folder} cannot be written: {error}. (LS815)") from error
     typer.echo(f"wrote {', '.join(str(folder / name) for name in names if name not in there)}")
@@ -65,29 +59,12 @@ def init(
     typer.echo("predict:  lockstep predict runs/mine --data mine:new -o predictions.csv")
 
 
-def _read_kind(name: str) -> DataKind:
-    if name in _KINDS:
-        return DataKind(name)
-    similar = get_close_matches(name, _KINDS, n=1)
-    suggestion = f"Did you mean {similar[0]}? " if similar else ""
-    raise UsageError(f"{name!r} is no kind of data. {suggestion}The kinds are {', '.join(_KINDS)}. (LS815)")
-
-
-def _with_own_classes(text: str, kind: DataKind, folder: Path) -> str:
+def _with_own_classes(text: str, kind: str, folder: Path) -> str:
     """Return a config with the number of classes that the folder of pictures has."""
-    if kind is not DataKind.images:
+    if kind != "images":
         return text
     found = [path for path in (folder / _SAMPLES[kind]).iterdir() if path.is_dir() and not path.name.startswith(".")]
     return text.replace("num_classes: 3}", f"num_classes: {len(found)}}}")
-
-
-def _write_samples(kind: DataKind, folder: Path) -> None:
-    if kind is DataKind.images:
-        _draw_pictures(folder / _SAMPLES[kind])
-    elif kind is DataKind.table:
-        _write_table(folder / _SAMPLES[kind])
-    elif kind is DataKind.text:
-        _write_texts(folder / _SAMPLES[kind])
 
 
 def _draw_pictures(folder: Path) -> None:
@@ -140,4 +117,5 @@ def _write_texts(path: Path) -> None:
             writer.writerow([f"The {thing} was {first}, and so {second}.", label])
 
 
+_WRITERS = {"images": _draw_pictures, "table": _write_table, "text": _write_texts}
 COMMAND = command(init)

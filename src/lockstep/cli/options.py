@@ -23,12 +23,12 @@ _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _CONFIG = re.compile(r".*\.ya?ml", re.IGNORECASE)
 _PACKAGE = Path(__file__).parent.parent
 _FOLDERS = (_PACKAGE / "examples", _PACKAGE.parent.parent / "examples")
-"""Where examples are: in the wheel, and in a checkout."""
 
 SAVED = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run directory, or a checkpoint.")]
 OVERRIDES = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run's config.")
 ]
+DATA = Annotated[str, typer.Option("--data", help="test, train, or a function that returns a data set: mine:new.")]
 WORKERS = Annotated[int | None, typer.Option("--workers", min=1, help="Number of workers.  [default: the config's]")]
 DEVICES = Annotated[str | None, typer.Option("--devices", help="As device_ids in a config.  [default: the config's]")]
 CODE = Annotated[
@@ -84,7 +84,6 @@ def _positional_indices(args: Sequence[str]) -> Iterator[int]:
 
 
 def find_examples() -> Mapping[str, Path]:
-    """Return the configs that come with Lockstep, by name."""
     folder = next((each for each in _FOLDERS if each.is_dir()), None)
     return {} if folder is None else {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
@@ -120,6 +119,15 @@ def complete_config(incomplete: str) -> list[str]:
     found = [path for path in here.glob(f"{start}*") if path.suffix in {".yaml", ".yml"} or path.is_dir()]
     paths = [f"{prefix}{path.name}{'/' if path.is_dir() else ''}" for path in sorted(found)]
     return [*paths, *([name for name in find_examples() if name.startswith(incomplete)])]
+
+
+CONFIG = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG", help="A YAML file, or the name of an example: digits.", autocompletion=complete_config
+    ),
+]
+VALUES = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's.")]
 
 
 def call_on_saved(

@@ -1,23 +1,25 @@
 """`lockstep predict RUN --data mine:new -o out.csv`: what a saved model predicts, in the order of the data."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lockstep.cli.main import FORCE, command
-from lockstep.cli.options import CODE, DEVICES, OVERRIDES, SAVED, WEIGHTS, WORKERS, call_on_saved
+from lockstep.cli.options import CODE, DATA, DEVICES, OVERRIDES, SAVED, WEIGHTS, WORKERS, call_on_saved
 from lockstep.errors import UsageError
 from lockstep.launch.messages import Run
 from lockstep.runs.opening import SavedRun, find_saved_run
+
+if TYPE_CHECKING:
+    from lockstep.runs.predictions import PredictRequest
 
 
 def predict(
     saved_path: SAVED,
     overrides: OVERRIDES = None,
-    data: Annotated[
-        str, typer.Option("--data", help="test, train, or a function that returns a data set: mine:new.")
-    ] = "test",
+    data: DATA = "test",
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="NAME.csv, NAME.npz or NAME.parquet.")
     ] = Path("predictions.csv"),
@@ -39,6 +41,7 @@ def predict(
     The same bits on any number of workers. Started again after an interruption it continues where it was.
     """
     from lockstep.runs.predictions import (
+        PredictRequest,
         check_table_path,
         describe_job,
         find_parts,
@@ -50,14 +53,21 @@ def predict(
     check_table_path(output)
     saved = find_saved_run(saved_path, overrides or [], workers=workers, devices=devices)
     parts = output.with_name(f"{output.name}.parts")
-    job = describe_job(saved, data=data, weights=weights, output_function=output_function, has_targets=not no_targets)
-    start = open_parts(parts, job)
+    request = PredictRequest(
+        saved=saved,
+        data=data,
+        weights=weights,
+        output_function=output_function,
+        has_targets=not no_targets,
+        parts=parts.absolute(),
+    )
+    start = open_parts(parts, describe_job(request))
     if start:
         typer.echo(f"continuing after {start:,} samples, which are in {parts}")
     num_samples = call_on_saved(
         predict_worker,
         saved,
-        *(data, weights, output_function, not no_targets, parts.absolute(), start),
+        replace(request, start=start),
         code=code,
         force=force,
         is_quiet=False,
@@ -70,32 +80,12 @@ def predict(
     typer.echo(f"{output}: {num_samples:,} samples, predicted with {saved.checkpoint}, {saved.where}")
 
 
-def predict_worker(
-    run: Run,
-    saved: SavedRun,
-    data: str,
-    weights: str | None,
-    transform: str | None,
-    has_targets: bool,
-    parts: Path,
-    start: int,
-) -> int:
-    from lockstep.runs.predict import PredictRequest, predict_saved
+def predict_worker(run: Run, _saved: SavedRun, request: "PredictRequest") -> int:
+    from lockstep.runs.predict import predict_saved
 
     def tell(done: int, num_samples: int | None) -> None:
         typer.echo(f"{done:,} samples" if num_samples is None else f"{done:,} of {num_samples:,} samples")
 
-    request = PredictRequest(
-        config=saved.config,
-        checkpoint=saved.checkpoint,
-        data=data,
-        weights=weights,
-        transform=transform,
-        is_classifier="accuracy" in saved.metrics,
-        has_targets=has_targets,
-        parts=parts,
-        start=start,
-    )
     return predict_saved(request, run.device, tell)
 
 

@@ -130,7 +130,6 @@ def run(
 
 
 def _find_program(script: str, *, is_module: bool, no_python: bool) -> tuple[str, ...]:
-    """Return the command that starts SCRIPT, without its arguments."""
     if no_python:
         if is_module:
             raise UsageError(

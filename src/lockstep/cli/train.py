@@ -21,7 +21,7 @@ from rich.table import Table
 from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.cli.failures import RESUME_EXIT
 from lockstep.cli.main import FORCE, command, table_console
-from lockstep.cli.options import ResumingCommand, complete_config, find_config
+from lockstep.cli.options import CONFIG, VALUES, ResumingCommand, find_config
 from lockstep.devices import Placement, place_workers
 from lockstep.devices.choose import CPU
 from lockstep.errors import CheckpointError, UsageError, WorkerFailedError, counted
@@ -49,15 +49,8 @@ if TYPE_CHECKING:
 
 
 def train(
-    given: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG", help="A YAML file, or the name of an example: digits.", autocompletion=complete_config
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's.")
-    ] = None,
+    given: CONFIG,
+    overrides: VALUES = None,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -129,7 +122,6 @@ def train(
 
 @contextmanager
 def _dry_run_directory() -> Iterator[Path]:
-    """Yield a path for a run of which nothing is kept."""
     with tempfile.TemporaryDirectory(prefix="lockstep-dry-run-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
@@ -139,9 +131,7 @@ class Job:
     config: Config
     run_dir: Path
     resume: "Resume | None"
-    """The checkpoint to resume from; None for a new run."""
     code: Path
-    """The folder of the config."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +139,6 @@ class EndedRun:
     run_dir: Path
     result: FitResult | StopResult
     is_shown_here: bool
-    """Whether this process is the one that prints."""
 
 
 def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[str], *, force: bool) -> EndedRun:
@@ -280,7 +269,6 @@ def _train_joined(wanted: OpenRequest, stop: StopRequest, launcher: WorldVariabl
 
 
 def train_worker(run: Run, job: Job) -> FitResult | StopResult:
-    """Train in one worker that `lockstep train` has started."""
     stop = StopRequest()
     # Until the process ends: after training a request has no effect.
     handle_stop_signals(stop, on_sigterm=_leave_or_stop(stop))
@@ -437,7 +425,6 @@ def _show_ending(ended: EndedRun, arguments: Sequence[str]) -> None:
 
 
 def _show_summary(run_dir: Path) -> None:
-    """Print for each value of the epochs its first, last, lowest and highest one."""
     metrics = run_dir / METRICS_NAME
     rows = [row for row in read_metrics(metrics) if row["kind"] == "epoch"] if metrics.exists() else []
     if len(rows) < 2:  # noqa: PLR2004 - the line of its progress has shown the only one

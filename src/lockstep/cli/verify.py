@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lockstep.cli.failures import FAILURE_EXIT
 from lockstep.cli.main import FORCE, command
-from lockstep.cli.options import complete_config, find_config
+from lockstep.cli.options import CONFIG, VALUES, find_config
 from lockstep.devices import Placement, parse_request, place_workers, resized
 from lockstep.errors import UsageError, counted
 from lockstep.launch.launcher import launch
@@ -24,15 +24,8 @@ _SHOWN_DIGITS = 16
 
 
 def verify(
-    given: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG", help="A YAML file, or the name of an example: digits.", autocompletion=complete_config
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's.")
-    ] = None,
+    given: CONFIG,
+    overrides: VALUES = None,
     workers: Annotated[
         str, typer.Option("--workers", help="Numbers of workers to compare; a single number is run twice.")
     ] = "1,2",

@@ -165,7 +165,6 @@ class Succession:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the objects of a metrics file, without incomplete lines of killed processes."""
     return _parse(path.read_text(encoding="utf-8").splitlines())
 
 

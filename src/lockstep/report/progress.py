@@ -28,7 +28,6 @@ _WIDTH_WITH_BAR = 130
 """On narrower terminals there is only room for the numbers."""
 _WIDTH_WITH_BOUND = 110
 _NUM_SEEN = 50
-"""Over how many steps the speed is measured."""
 _LOOK_SECONDS = 5.0
 _LOOK_PAUSE = 500
 _MUCH = 1 / 3
@@ -66,8 +65,6 @@ class PlainLines:
 
 @final
 class ProgressBar:
-    """A recorder that shows a progress bar over the steps of the run, below the lines of `PlainLines`."""
-
     def __init__(self, console: Console) -> None:
         self._lines = PlainLines(console)
         self._progress = Progress(
@@ -244,5 +241,4 @@ def _format_metric(name: str, value: float) -> str:
 
 
 def _spaced(name: str) -> str:
-    """Return a name as "val loss"."""
     return name.replace("_", " ", 1)

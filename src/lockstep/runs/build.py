@@ -65,7 +65,6 @@ class RunParts:
     trainer: Trainer
     """The trainer of model, optimizer and loss; it steps the scheduler if `scheduler_interval` is "step"."""
     scheduler: Scheduler | None
-    """The scheduler, whatever its interval."""
     metric: Metric
     """Loss, and accuracy or the config's own metrics."""
     collection: Any
@@ -151,7 +150,6 @@ def _refused(said: str, code: str, advice: str = "") -> Iterator[None]:
 def _find_streams(
     config: Config, train: Dataset[Any], others: dict[str, Dataset[Any]]
 ) -> tuple[Dataset[Any], dict[str, Dataset[Any]]]:
-    """Return the data sets, those that are streams as such."""
     found: dict[str, Dataset[Any]] = {}
     for name, each in {"train": train, **others}.items():
         with _refused(f"data is {config.data!r}, whose {name} set cannot be used", "LS806"):
@@ -211,7 +209,6 @@ def unknown_set(data: str, known: Collection[str]) -> ConfigError:
 
 
 def build_collate(config: Config) -> Callable[[list[Any]], Any] | None:
-    """Return what makes a batch of a list of samples; None for torch's `default_collate`."""
     if config.collate is None:
         return None
     found: Callable[[list[Any]], Any] = import_object("collate", config.collate)
@@ -447,8 +444,6 @@ def build_criterion(config: Config, device: torch.device) -> Criterion:
 
 
 def as_loss(criterion: Criterion) -> Loss:
-    """Return a criterion as a loss function of the trainer: called with the model and a batch."""
-
     def loss(model: nn.Module, batch: Any) -> Tensor:
         inputs, target = input_and_target(batch)
         return criterion(model(inputs), target)

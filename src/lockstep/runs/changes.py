@@ -13,7 +13,6 @@ from typing import Any
 from lockstep.errors import CheckpointError, ConfigError
 
 ALL = "all"
-"""The name that allows everything that can be allowed."""
 
 _HARMLESS = frozenset(
     {
@@ -107,7 +106,6 @@ def check_changes(changes: Collection[Change], allowed: Collection[str]) -> None
 
 
 def check_names(allowed: Collection[str], known: Collection[str]) -> None:
-    """Check that the names given to `--allow` are keys of a config."""
     for name in allowed:
         key = name.partition(".")[0]
         if name != ALL and key not in known:

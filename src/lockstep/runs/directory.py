@@ -150,7 +150,6 @@ def _is_left_over(path: Path) -> bool:
 
 
 def find_numbered(name: str) -> dict[int, Path]:
-    """Return the directories runs/NAME, runs/NAME-2, ... by their number (local)."""
     numbered = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
     return {
         int(match[1] or 1): path

@@ -118,7 +118,6 @@ def _text(said: bytes) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
-    """Return the output of git in a folder; None if git fails, or is not installed."""
     try:
         done = subprocess.run(  # noqa: S603 - fixed arguments
             ["git", "-c", "core.quotepath=off", *arguments],  # noqa: S607 - the user's own git

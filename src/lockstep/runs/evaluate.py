@@ -39,14 +39,13 @@ from lockstep.runs.saving import check_metric_name
 class Evaluation:
     """What an evaluation has measured; the same on every worker."""
 
-    values: Mapping[str, float]
+    metrics: Mapping[str, float]
     weights: Mapping[str, float]
     """Over how many samples (or tokens) each is the mean."""
     num_samples: int | None
     """How many samples the data set has; None for a stream, whose length is not known."""
-    digest: str
     fingerprint: str
-    """What the bits depend on besides code and data."""
+    digest: str
 
 
 def evaluate_saved(
@@ -61,7 +60,7 @@ def evaluate_saved(
     loader = _find_loader(parts, config, data)
     found = measure(parts, loader)
     return Evaluation(
-        values={name: mean.value for name, mean in found.items()},
+        metrics={name: mean.value for name, mean in found.items()},
         weights={name: mean.weight for name, mean in found.items()},
         num_samples=loader.num_samples,
         digest=parts.trainer.digest(),
@@ -178,7 +177,6 @@ def values_of(means: Mapping[str, Mean]) -> dict[str, float]:
 
 
 def split_by_set(parts: RunParts, values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the values of the test set, and those of others."""
     others = tuple(
         f"{prefix}{name}_"
         for name in parts.evaluated
@@ -246,7 +244,6 @@ def _check_different(names: Sequence[str], parts: RunParts) -> None:
 
 
 def _metrics_of_callbacks(config: Config, parts: RunParts) -> dict[str, str]:
-    """Return the metrics that callbacks wait for, by config key."""
     named = {} if config.early_stopping is None else {"early_stopping.metric": config.early_stopping.metric}
     for each in parts.trainer.moments.callbacks.all():
         if isinstance(each, ReduceLROnPlateau):

@@ -380,7 +380,6 @@ def _confirm_saved(trainer: Trainer, num_steps: int | None, saver: RunSaver, run
 
 
 def _check_finite(trainer: Trainer) -> None:
-    """Raise if a parameter is not finite, so that such a model is not saved."""
     for name, parameter in trainer.model.named_parameters():
         if not parameter.isfinite().all():
             raise LossError(

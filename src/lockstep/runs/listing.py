@@ -18,7 +18,6 @@ from lockstep.errors import CheckpointError
 from lockstep.runs.directory import CONFIG_NAME, ENDED_NAME, ENVIRONMENT_NAME, METRICS_NAME, find_holder, read_starts
 
 _DEPTH = 3
-"""How deep under a folder run directories are searched."""
 _TAIL_BYTES = 1 << 18
 _MAX_REASON = 300
 _NOT_COMPARED = frozenset(
@@ -44,13 +43,10 @@ class ListedRun:
     epochs: int | None
     """Epochs in all, if the config is readable."""
     metrics: Mapping[str, float | None]
-    """What the last evaluation measured."""
     digest: str | None
-    """Digest of the newest checkpoint."""
     started: str | None
     """When it was started last, ISO 8601."""
     holder: str | None
-    """The process that runs it now, in words."""
     workers: Sequence[str]
     """Where its workers were started last: "host: cpu, process 1234"."""
     config: Mapping[str, Any]
@@ -175,7 +171,6 @@ class FitResult:
     """A run that has reached its end; the same on every worker, but for `finish`."""
 
     digest: str
-    """Of the parameters and buffers."""
     fingerprint: str
     """What the digest depends on besides code and data."""
     test: Mapping[str, float]
@@ -185,7 +180,6 @@ class FitResult:
     num_right: float | None
     """How many of them are right; None without accuracy."""
     is_saved: bool
-    """Whether the last checkpoint exists on the disk."""
     finish: str | None
     """What the config's `finish` function returned, on rank 0."""
     others: Sequence[str] = ()
@@ -215,9 +209,7 @@ class RunEnding:
     state: str
     """finished, stopped, interrupted or failed."""
     reason: str = ""
-    """Why it has failed, in one line."""
     time: str = ""
-    """When, ISO 8601."""
 
 
 def write_ending(run_dir: Path, state: str, reason: str = "") -> None:
@@ -238,7 +230,6 @@ def forget_ending(run_dir: Path) -> None:
 
 
 def read_ending(run_dir: Path) -> RunEnding | None:
-    """Return how a run ended; None if nobody has noted it (local)."""
     try:
         return RunEnding(**json.loads((run_dir / ENDED_NAME).read_text("utf-8")))
     except (OSError, ValueError, TypeError):

@@ -68,7 +68,6 @@ class OpenRequest:
     resumed: str | None
     """A checkpoint or a run directory to resume from, or `NEWEST`; None for a new run."""
     has_run_dir_override: bool
-    """Whether run_dir was given on the command line."""
     allowed: Collection[str]
     """Names given to `--allow`: config keys that may differ from the run's config."""
     job: str | None = None
@@ -155,7 +154,6 @@ def _continue(wanted: OpenRequest, held: ExitStack, warn: Tell, locked: Path | N
 
 
 def _find_directory(wanted: OpenRequest) -> Path | None:
-    """Return the run directory that contains the checkpoint to resume from, or None."""
     if not wanted.resumed:
         return find_run_directory(wanted.config.run_dir, wanted.name)
     path = Path(wanted.resumed)
@@ -276,7 +274,6 @@ class SavedRun:
     code: Path | None
     """The folder of the modules that the config names, if the run directory tells it."""
     where: str
-    """At which epoch and step it was saved, in words."""
     digest: str
     metrics: Mapping[str, float | None]
 

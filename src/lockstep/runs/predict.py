@@ -30,11 +30,10 @@ from lockstep.runs.build import TRAIN, make_loader, make_named, preferred_set, s
 from lockstep.runs.config import Config
 from lockstep.runs.evaluate import load_weights_of
 from lockstep.runs.importing import call_object, import_object
-from lockstep.runs.predictions import part_name
+from lockstep.runs.predictions import PredictRequest, part_name
 from lockstep.shards import derive_seed
 
 _PART_SECONDS = 10.0
-"""After so long a part is written."""
 _PART_BYTES = 256 << 20
 """How much a part holds, about."""
 _PURPOSE = "lockstep predict"
@@ -44,31 +43,12 @@ Columns = dict[str, Tensor]
 """What is written of some samples, by column; each tensor has the samples along dimension 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictRequest:
-    config: Config
-    checkpoint: Path
-    data: str
-    """"test", "train", or the import path of a function that returns a data set."""
-    weights: str | None
-    """"ema" or "swa" for averaged weights; None for the model's own."""
-    transform: str | None
-    """Import path of a function of the model's output that returns what is written; None to write the output."""
-    is_classifier: bool
-    """Whether outputs are scores of classes: then the class with the highest score is written too."""
-    has_targets: bool
-    """Whether samples that are pairs are (input, target)."""
-    parts: Path
-    start: int
-    """How many samples are in the parts already: whole batches."""
-
-
 def predict_saved(request: PredictRequest, device: torch.device, tell: Callable[[int, int | None], None]) -> int:
     """Write the predictions in parts (collective: every worker calls); return the number of samples.
 
     Rank 0 calls `tell` after each part, with how many samples are on the disk, and how many there are, if known.
     """
-    config, world = request.config, current_world()
+    config, world = request.saved.config, current_world()
     set_deterministic(config.deterministic)
     seed_generators(derive_seed("build", config.seed))
     dataset = make_dataset(config, request.data)
@@ -78,7 +58,7 @@ def predict_saved(request: PredictRequest, device: torch.device, tell: Callable[
         raise ConfigError(f"--data is {request.data!r}, whose data set cannot be used: {error} (LS814)") from error
     seed_generators(derive_seed("model", config.seed))
     model = make_named(config, "model").to(device)
-    load_weights_of(request.checkpoint, model, request.weights)
+    load_weights_of(request.saved.checkpoint, model, request.weights)
     output_of = _Outputs(request, model, device)
     names = file_names(dataset) if world.rank == 0 else None
     writer = _PartWriter(request, loader.num_samples, None if names is None else np.array(names), tell)
@@ -137,13 +117,12 @@ def file_names(dataset: Any) -> list[str] | None:
 
 @final
 class _Outputs:
-    """Computes what is written of a slice."""
-
     def __init__(self, request: PredictRequest, model: nn.Module, device: torch.device) -> None:
         self._request = request
-        saved = _SavedModel(model=model, device=device, seed=request.config.seed, precision=request.config.precision)
+        config = request.saved.config
+        saved = _SavedModel(model=model, device=device, seed=config.seed, precision=config.precision)
         self._calls = SliceCalls(saved, partial(_predict, has_targets=request.has_targets))
-        path = request.transform
+        path = request.output_function
         self._transform = None if path is None else import_object("--output-function", path)
 
     def changing_nothing(self) -> AbstractContextManager[object]:
@@ -155,7 +134,7 @@ class _Outputs:
         if self._transform is not None:
             output = call_object("--output-function", self._transform, output)
         columns = _name_columns(output)
-        if self._request.is_classifier and self._transform is None and _is_scores(output):
+        if "accuracy" in self._request.saved.metrics and self._transform is None and _is_scores(output):
             columns = {"class": output.argmax(1), **columns}
         if isinstance(target, Tensor) and target.ndim == 1 and len(target) == part.num_samples:
             columns = {"target": target, **columns}
@@ -170,8 +149,6 @@ class _Outputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SavedModel:
-    """A saved model, as slices are called with it."""
-
     model: nn.Module
     device: torch.device
     seed: int
@@ -186,7 +163,6 @@ class _SavedModel:
 
 
 def _predict(model: nn.Module, data: Any, *, has_targets: bool) -> tuple[Any, Any]:
-    """Return the output for collated samples, and their target or None."""
     if has_targets and isinstance(data, tuple | list):
         if len(data) == _PAIR:
             return model(data[0]), data[1]
@@ -218,7 +194,6 @@ def _is_scores(output: Any) -> bool:
 
 
 def _as_plain(values: Tensor) -> Tensor:
-    """Return a tensor of a dtype that files have, on the CPU."""
     values = values.detach().cpu()
     return values.float() if values.dtype == torch.bfloat16 else values
 

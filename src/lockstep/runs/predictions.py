@@ -10,6 +10,7 @@ import json
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,22 @@ _PART = re.compile(r"rows-(\d{12})-(\d{12})\.npz")
 Array = np.ndarray[Any, Any]
 Columns = dict[str, Array]
 """Columns by name; a column has its rows along dimension 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictRequest:
+    saved: SavedRun
+    data: str
+    """"test", "train", or the import path of a function that returns a data set."""
+    weights: str | None
+    """"ema" or "swa" for averaged weights; None for the model's own."""
+    output_function: str | None
+    """Import path of a function of the model's output that returns what is written; None to write the output."""
+    has_targets: bool
+    """Whether samples that are pairs are (input, target)."""
+    parts: Path
+    start: int = 0
+    """How many samples are in the parts already: whole batches."""
 
 
 def check_table_path(path: Path) -> None:
@@ -128,7 +145,6 @@ def _write_parquet(path: Path, parts: Sequence[Path]) -> None:
 
 
 def _as_arrow(pyarrow: Any, values: Array) -> Any:
-    """Return a column: lists of a fixed size for each dimension after the first."""
     found = pyarrow.array(np.ascontiguousarray(values).reshape(-1))
     for size in reversed(values.shape[1:]):
         found = pyarrow.FixedSizeListArray.from_arrays(found, size)
@@ -162,17 +178,15 @@ def find_parts(folder: Path) -> list[tuple[Path, int]]:
     return found
 
 
-def describe_job(
-    saved: SavedRun, *, data: str, weights: str | None, output_function: str | None, has_targets: bool
-) -> dict[str, Any]:
+def describe_job(request: PredictRequest) -> dict[str, Any]:
     """Return all that predictions follow from, as JSON values: the options of `lockstep predict`, and of the config."""
     return {
-        "checkpoint": saved.digest,
-        "--data": data,
-        "--weights": weights,
-        "--output-function": output_function,
-        "--no-targets": not has_targets,
-        **saved.config.model_dump(mode="json", include=_CONFIG_KEYS),
+        "checkpoint": request.saved.digest,
+        "--data": request.data,
+        "--weights": request.weights,
+        "--output-function": request.output_function,
+        "--no-targets": not request.has_targets,
+        **request.saved.config.model_dump(mode="json", include=_CONFIG_KEYS),
     }
 
 

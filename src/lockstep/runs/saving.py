@@ -56,7 +56,6 @@ class SavedCheckpoint:
     is_intact: bool
     """Whether its header is intact and its length right."""
     score: float | None
-    """Its score, higher is better; None if it is not known."""
 
 
 @final
@@ -280,7 +279,6 @@ class Resume:
 
 
 def compare_config(manifest: Manifest, config: Config) -> list[Change]:
-    """Return the differences between a config and the config in a checkpoint; empty if the checkpoint has none."""
     now = json.loads(config.model_dump_json())
     return find_changes(manifest.config or {}, now, is_mid_epoch=manifest.step > 0)
 

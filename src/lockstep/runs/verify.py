@@ -24,11 +24,9 @@ from lockstep.torch_private.modules import byte_view
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     step: int
-    """Number of steps after which it occurs."""
     name: str
     """The first parameter or buffer that differs, in the model's order."""
     num_others: int
-    """How many other tensors differ after this step."""
     how: str
 
     def __str__(self) -> str:
@@ -38,13 +36,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortRun:
-    """The result of a few steps, from one worker."""
-
     digests: tuple[str, ...]
     fingerprint: Fingerprint
-    """What the digests depend on besides code and data."""
     difference: Difference | None
-    """The first difference to the reference run; None if there is none."""
 
 
 def run_steps(config: Config, device: torch.device, num_steps: int, reference: Path, *, is_first: bool) -> ShortRun:

@@ -19,8 +19,9 @@ from lockstep.runs.evaluate import evaluate_saved
 from lockstep.runs.fit import fit
 from lockstep.runs.listing import FitResult
 from lockstep.runs.opening import find_saved_run
-from lockstep.runs.predict import PredictRequest, predict_saved
+from lockstep.runs.predict import predict_saved
 from lockstep.runs.predictions import (
+    PredictRequest,
     check_table_path,
     describe_job,
     find_parts,
@@ -111,7 +112,7 @@ def test_an_evaluation_has_the_values_of_the_training_on_any_number_of_workers(r
         for found in run_ranks(
             workers, lambda _: evaluate_saved(saved.config, saved.checkpoint, "test", CPU), has_default_group=True
         ):
-            assert found.values == {name: result.test[name] for name in ("loss", "accuracy")}
+            assert found.metrics == {name: result.test[name] for name in ("loss", "accuracy")}
             assert found.num_samples == 21
             assert found.digest == result.digest == saved.digest
 
@@ -120,7 +121,7 @@ def test_other_data_can_be_evaluated(run_dir: Any, tmp_path: Path) -> None:
     saved = find_saved_run(run_dir[0])
     assert evaluate_saved(saved.config, saved.checkpoint, "train", CPU).num_samples == 40
     averaged = evaluate_saved(saved.config, saved.checkpoint, "test", CPU, "ema")
-    assert averaged.values == {name: run_dir[1].test[f"ema_{name}"] for name in averaged.values}
+    assert averaged.metrics == {name: run_dir[1].test[f"ema_{name}"] for name in averaged.metrics}
     early = find_saved_run(run_dir[0], ["swa={start_epoch: 3}", "epochs=4", "max_steps=2"]).config
     (tmp_path / "early").mkdir()
     fit(early, device=CPU, run_dir=tmp_path / "early", recorder=Recorders([]))
@@ -135,7 +136,7 @@ def test_other_data_can_be_evaluated(run_dir: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no weights named 'swa', only its own and ema"):
         evaluate_saved(saved.config, saved.checkpoint, "test", CPU, "swa")
     assert (
-        evaluate_saved(saved.config, saved.checkpoint, "saved_model:data", CPU).values["loss"]
+        evaluate_saved(saved.config, saved.checkpoint, "saved_model:data", CPU).metrics["loss"]
         == run_dir[1].test["loss"]
     )
     with pytest.raises(ConfigError, match="expected train, test, or the import path"):
@@ -156,10 +157,8 @@ def request_of(
 ) -> PredictRequest:
     saved = find_saved_run(folder)
     parts.mkdir(exist_ok=True)
-    given: dict[str, Any] = {"weights": None, "transform": None, "is_classifier": True, "has_targets": True, **values}
-    return PredictRequest(
-        config=saved.config, checkpoint=saved.checkpoint, data=data, parts=parts, start=start, **given
-    )
+    given: dict[str, Any] = {"weights": None, "output_function": None, "has_targets": True, **values}
+    return PredictRequest(saved=saved, data=data, parts=parts, start=start, **given)
 
 
 def predict_all(request: PredictRequest, workers: int = 1) -> None:
@@ -216,13 +215,13 @@ def test_accumulated_shards_are_slices_of_a_prediction_too(run_dir: Any, tmp_pat
     found = []
     for number, shards in enumerate((["num_shards=4"], ["num_shards=2", "accumulate=2"], ["num_shards=2"])):
         saved = find_saved_run(run_dir[0], shards)
-        predict_all(replace(request_of(run_dir[0], tmp_path / f"{number}"), config=saved.config))
+        predict_all(replace(request_of(run_dir[0], tmp_path / f"{number}"), saved=saved))
         found.append(table(tmp_path / f"{number}", tmp_path / f"{number}.npz")["output"].tobytes())
     assert found[0] == found[1] != found[2]
 
 
 def test_targets_are_written_and_a_function_may_choose_what_is(run_dir: Any, tmp_path: Path) -> None:
-    predict_all(request_of(run_dir[0], tmp_path / "p", data="test", transform="saved_model:scalar_each"))
+    predict_all(request_of(run_dir[0], tmp_path / "p", data="test", output_function="saved_model:scalar_each"))
     found = table(tmp_path / "p", tmp_path / "p.npz")
     assert list(found) == ["index", "target", "largest", "all"]
     assert found["all"].dtype == np.float64
@@ -231,11 +230,13 @@ def test_targets_are_written_and_a_function_may_choose_what_is(run_dir: Any, tmp
     assert lines[0] == "index,target,largest,all_0,all_1,all_2"
     assert float(lines[3].split(",")[3]) == found["all"][2, 0]
     with pytest.raises(ConfigError, match=r"has shape \[\] for \d samples, expected one row for each sample"):
-        predict_saved(request_of(run_dir[0], tmp_path / "q", transform="saved_model:total"), CPU, lambda *_: None)
+        predict_saved(request_of(run_dir[0], tmp_path / "q", output_function="saved_model:total"), CPU, lambda *_: None)
     with pytest.raises(
         ConfigError, match=r"shapes output \[3\], those of others output \[2\], and a file needs the same"
     ):
-        predict_saved(request_of(run_dir[0], tmp_path / "q", transform="saved_model:ragged"), CPU, lambda *_: None)
+        predict_saved(
+            request_of(run_dir[0], tmp_path / "q", output_function="saved_model:ragged"), CPU, lambda *_: None
+        )
     for number, width in enumerate((2, 3)):
         np.savez(tmp_path / f"{number}.npz", output=np.zeros((6, width)))
     for name in ("r.csv", "r.npz"):
@@ -249,7 +250,7 @@ def test_targets_are_written_and_a_function_may_choose_what_is(run_dir: Any, tmp
 @pytest.mark.parametrize("data", ["train", "test", "saved_model:as_list", "saved_model:by_name"])
 def test_predictions_are_of_the_set_that_an_evaluation_takes(run_dir: Any, tmp_path: Path, data: str) -> None:
     saved = find_saved_run(run_dir[0], ["data=saved_model:as_list"])  # as random_split returns them
-    request = replace(request_of(run_dir[0], tmp_path / "parts", data=data), config=saved.config)
+    request = replace(request_of(run_dir[0], tmp_path / "parts", data=data), saved=saved)
     assert predict_saved(request, CPU, lambda *_: None) == (40 if data == "train" else 21)
     assert evaluate_saved(saved.config, saved.checkpoint, data, CPU).num_samples == (40 if data == "train" else 21)
 
@@ -268,7 +269,8 @@ def test_a_prediction_of_something_else_does_not_continue(
 ) -> None:
     def job(overrides: list[str], **option: Any) -> dict[str, Any]:
         given: dict[str, Any] = {"data": "test", "weights": None, "output_function": None, "has_targets": True}
-        return describe_job(find_saved_run(run_dir[0], overrides, workers=3), **given | option)
+        saved = find_saved_run(run_dir[0], overrides, workers=3)
+        return describe_job(PredictRequest(saved=saved, parts=tmp_path, **given | option))
 
     open_parts(tmp_path / "parts", job([]))
     (tmp_path / "parts" / part_name(0, 3)).touch()

@@ -79,7 +79,6 @@ def draw_memory(run: RunData) -> Any | None:
 
 
 def draw_timeline(run: RunData) -> Any | None:
-    """Return the last steps of each worker as rows of bars; None if too few were recorded."""
     workers = run.workers
     bars = [
         bar

@@ -24,7 +24,6 @@ from lockstep.recording import EventKind
 from lockstep.report.page.run_data import RunData
 
 NUMBERS: Final = (1, 2, 4, 6, 8, 16)
-"""The numbers of workers that the page shows."""
 SHARES: Final = ("loading", "compute", "gradients", "others", "update", "evaluating", "saving", "rest")
 """Parts of the time, in the order of a step; `texts` has what the page calls them."""
 _QUARTILES: Final = (25, 50, 75)
@@ -47,7 +46,6 @@ class MeasuredSteps:
 
     workers: int
     num_shards: int
-    """Shards of a step."""
     step: NDArray[np.float64]
     """Whole steps, of any worker."""
     shard: Sequence[NDArray[np.float64]]
@@ -64,11 +62,9 @@ class MeasuredSteps:
 class Forecast:
     workers: int
     seconds: float
-    """A step in the middle."""
     low: float
     high: float
     is_measured: bool
-    """Whether the run had this number."""
     is_best_case: bool
     """Whether exchange and waiting are unknown and left out: it takes longer than this."""
 
@@ -94,8 +90,6 @@ def forecast_steps(measured: MeasuredSteps, numbers: Sequence[int] = NUMBERS) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """The parts of a step at one percentile."""
-
     measured: MeasuredSteps
     whole: float
     shard: float
@@ -124,7 +118,6 @@ class _Parts:
         )
 
     def step(self, workers: int) -> float:
-        """Return the seconds of a step on a number of workers."""
         if workers == self.measured.workers:
             return self.whole
         together = 0.0 if workers == 1 else self._exchange(workers) + self.waiting
@@ -187,7 +180,6 @@ class StepParts:
     whole: float
     """From the end of the step before to its own."""
     loading: float
-    """Waiting for its data."""
     compute: float
     """Forward and backward of its shards, until the last gradient."""
     num_shards: int

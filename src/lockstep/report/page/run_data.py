@@ -18,10 +18,8 @@ from lockstep.runs.listing import ListedRun, list_runs
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
     name: str
-    """How the page calls it."""
     listed: ListedRun
     steps: Sequence[Mapping[str, Any]]
-    """The rows of steps in metrics.jsonl."""
     epochs: Sequence[Mapping[str, Any]]
     evaluations: Sequence[Mapping[str, Any]]
     """The rows of evaluations that a loop of the user's own has made."""
@@ -41,7 +39,6 @@ class RunData:
 
     @property
     def workers(self) -> list[FileEvents]:
-        """The files of workers, by rank."""
         files = sorted(
             (each for each in self.recording if each.header.worker >= 0),
             key=lambda each: (each.header.opened_wall_ns, each.header.generation),

@@ -98,6 +98,4 @@ SHARE_COLOURS: Final = {
     "saving": "#a58f2d",
     "rest": "#98a2ad",
 }
-"""Of each part of the time."""
 AXIS_COLOUR: Final = "#87919c"
-"""Of axes and labels."""

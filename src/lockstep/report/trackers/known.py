@@ -19,16 +19,12 @@ Ending = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of a run."""
-
     name: str
     """The name to show: that of the run directory."""
     key: str
     """Eight letters and digits; the same after each resume, another one for each run directory."""
     folder: Path
-    """The run directory."""
     config: Mapping[str, Any]
-    """The config of the run."""
     global_step: int
     """Updates that the run has; greater than 0 if it is resumed."""
 
