@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, final
 
 from lockstep.comm import World
+from lockstep.data.keyed import list_samples
 from lockstep.errors import LockstepError
 from lockstep.shards import even_ranges
-
-_NUM_SHOWN = 16
-"""How many samples a message names."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -153,6 +151,5 @@ class ErrorPlace:
         if isinstance(error, LockstepError):
             return
         cursor, indices = self._cursor, self._indices
-        shown = ", ".join(map(str, indices[:_NUM_SHOWN])) + (", ..." if len(indices) > _NUM_SHOWN else "")
-        samples = f", samples {shown} of the data set" if indices else ""
+        samples = f", samples {list_samples(indices)} of the data set" if indices else ""
         error.add_note(f"At epoch {cursor.epoch}, step {cursor.step} (counted from 0), shard {self._shard}{samples}.")

@@ -77,7 +77,6 @@ class BlockOrder:
     """Whether parts and records come in a random order."""
 
     def parts(self, number: int, pass_number: int) -> Sequence[int]:
-        """Return the order of so many parts in a pass."""
         return self.shuffled(number, derive_seed("parts", self.seed, pass_number))
 
     def size_of(self, pass_number: int, block: int) -> int:
@@ -128,16 +127,14 @@ class RecordBlock:
 
     @cached_property
     def start(self) -> BlockStart:
-        """Where it begins, with the number for its records."""
         return replace(self._start, number=_number_of(self._values))
 
     @cached_property
     def _indices(self) -> Sequence[int]:
-        """Which record comes first, second, and so on."""
         return self._order.shuffled(len(self._values), self._seed)
 
     def values(self, first: int, last: int) -> list[Any]:
-        """Return some records in their shuffled order."""
+        """Return some records of the shuffled order."""
         if not self._order.shuffle:
             return self._values[first:last]
         return list(map(self._values.__getitem__, self._indices[first:last]))
@@ -230,7 +227,6 @@ class Records(SliceKeys, Sequence[int]):
         return vars(self) | sent | {"_line": None, "_pieces": []}
 
     def read(self) -> Pieces:
-        """Read them if that was not done before; return pieces of blocks."""
         if self._pieces is None:
             self._pieces = self._line.pieces(self._start, self._stop)
         return self._pieces
@@ -273,7 +269,6 @@ class Records(SliceKeys, Sequence[int]):
 
 
 def _read_pass(stream: Stream, order: BlockOrder, start: BlockStart) -> Iterator[RecordBlock]:
-    """Yield the blocks of one pass."""
     reader = PassReader(stream, order.parts(len(stream.parts), start.pass_number), start, order.seed)
     number, block, place, total = start.pass_number, start.block, start.place, start.total
     while True:
@@ -299,8 +294,6 @@ def _number_of(values: Sequence[Any]) -> int:
 
 @final
 class PassReader:
-    """Reads the records of one pass over a stream, in order."""
-
     def __init__(self, stream: Stream, parts: Sequence[int], start: BlockStart, seed: int) -> None:
         self._stream = stream
         self._parts = parts
@@ -316,7 +309,6 @@ class PassReader:
         self._state = start.state
 
     def state(self) -> Any:
-        """Return the source's own state; None without one."""
         return self._state if self._open is None else copy.deepcopy(self._open.state())
 
     def read(self, count: int) -> list[Any]:
@@ -337,7 +329,6 @@ class PassReader:
         return found
 
     def _read_part(self, part: int, offset: int, count: int) -> list[Any]:
-        """Return the next records of the present part, fewer at its end."""
         length = None if self._stream.lengths is None else self._stream.lengths[part]
         try:
             if self._open is None and not self._stream.has_state:  # [Note: random numbers of a stream]
@@ -404,7 +395,6 @@ def read_blocks(
 
 
 def _read_passes(stream: Stream, order: BlockOrder, start: BlockStart, *, is_endless: bool) -> Iterator[RecordBlock]:
-    """Yield the blocks from a place on, through one pass or all that follow."""
     while True:
         total, is_empty = start.total, start.place == 0
         for block in _read_pass(stream, order, start):

@@ -38,7 +38,6 @@ from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.shards import derive_seed
 
 _NUM_SHOWN = 16
-"""How many samples a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +45,6 @@ class OwnGenerator:
     """A random generator that is held: torch's, NumPy's (of either kind) or Python's."""
 
     path: str
-    """The attribute path to it; each path gets another seed."""
     generator: Any
 
     def seed(self, seed: int) -> None:
@@ -62,7 +60,6 @@ class OwnGenerator:
             self.generator.seed(own % 2**32)
 
     def keep_state(self) -> Callable[[], object]:
-        """Return a function that restores the present state."""
         if isinstance(self.generator, random.Random):
             return partial(self.generator.setstate, self.generator.getstate())
         if hasattr(self.generator, "bit_generator"):
@@ -269,7 +266,7 @@ class KeyedDataset(Dataset[Any]):
         try:
             return self._collate(samples)
         except Exception as error:
-            error.add_note(f"These samples of the data set do not make a batch: {_listed(keys.indices())}.")
+            error.add_note(f"These samples of the data set do not make a batch: {list_samples(keys.indices())}.")
             raise
 
     def _make(self, seed: int, item: Any, index: int, own: Sequence[OwnGenerator]) -> Any:
@@ -283,7 +280,8 @@ class KeyedDataset(Dataset[Any]):
             raise
 
 
-def _listed(indices: Sequence[int]) -> str:
+def list_samples(indices: Sequence[int]) -> str:
+    """Return the numbers of samples for a message, as far as it names them."""
     return ", ".join(map(str, indices[:_NUM_SHOWN])) + (", ..." if len(indices) > _NUM_SHOWN else "")
 
 
@@ -294,7 +292,6 @@ def _seed(seed: int, own: Sequence[OwnGenerator]) -> None:
 
 
 def _keep_states(own: Sequence[OwnGenerator]) -> list[Callable[[], object]]:
-    """Return functions that restore the present states of the global generators and of others."""
     return [*keep_host_states(), *(each.keep_state() for each in own)]
 
 
@@ -321,8 +318,7 @@ class RandomState:
     def entered(self) -> Iterator[None]:
         """Set the generators to the states in which they were left; put back at the end what they were before."""
         own = self._own.find()
-        before = _keep_states(own)
-        try:
+        with _generators_restored(own):
             if self._states is None:
                 _seed(self._seed, own)
             else:
@@ -330,9 +326,6 @@ class RandomState:
                     restore()
             yield
             self._states = _keep_states(own)
-        finally:
-            for restore in before:
-                restore()
 
 
 def read_columns(dataset: Dataset[object], indices: Sequence[int]) -> list[Tensor] | None:

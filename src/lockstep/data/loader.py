@@ -171,7 +171,11 @@ class ShardedLoader:
     @property
     def source(self) -> str:
         """The data and their order in words: equal for loaders that make the same batches."""
-        return self._describe()
+        count = "samples" if self.num_samples is None else f"{self.num_samples} samples"
+        return (
+            f"{count} in batches of {self.batch_size}, {self.num_shards} shards, seed {self._cut.seed}, "
+            f"{self._samples}{', without the last batch where it is smaller' if self._cut.drop_last else ''}"
+        )
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[ShardedBatch]:
         """Yield this worker's part of each batch of an epoch, from `start_step` on.
@@ -238,7 +242,7 @@ class ShardedLoader:
         # A nested epoch prefetches at other times than the outer one: in it no shard moves to another worker.
         moves_shards = not is_fixed and not self._loading.is_under_way
         recorder = own_recorder()
-        source = self._describe()  # once: it reads all weights and lengths
+        source = self.source  # once: it reads all weights and lengths
         present = self._follow_world()
         while any(slices := samples.cut(step)):
             world = present.world
@@ -280,10 +284,9 @@ class ShardedLoader:
         self._samples.check_unchanged()
 
     def _keys_to_compare(self) -> list[SliceKeys]:
-        """Return the keys of slices that every worker loads, by which their data are compared.
+        """Return the keys of slices that every worker loads, by which their data are compared: the first of epoch 0.
 
-        They are the first slices of epoch 0: whatever collates slices can collate these. Of a large one, torch's own
-        function gets a part.
+        Whatever collates slices can collate these. Of a large one, torch's own function gets a part.
         """
         found: list[SliceKeys] = []
         missing = _NUM_COMPARED
@@ -324,13 +327,6 @@ class ShardedLoader:
                 self._assignment = ShardAssignment(world, self.num_shards)
                 self._content = self._known_content  # else loaded anew, as new workers load what it is now
             return self._assignment
-
-    def _describe(self) -> str:
-        count = "samples" if self.num_samples is None else f"{self.num_samples} samples"
-        return (
-            f"{count} in batches of {self.batch_size}, {self.num_shards} shards, seed {self._cut.seed}, "
-            f"{self._samples}{', without the last batch where it is smaller' if self._cut.drop_last else ''}"
-        )
 
 
 def _last(value: Any, end: Callable[[int], object], event: int) -> Any:

@@ -45,7 +45,7 @@ _MIN_BLOCK = 64
 
 @final
 class Transformed(Dataset[Any]):
-    """Makes samples of records; a data set whose index is a record."""
+    """A data set whose index is a record."""
 
     def __init__(self, transform: Callable[[Any], Any] | None) -> None:
         self._transform = transform
@@ -110,7 +110,7 @@ class StreamedSamples(Samples):
         )
 
     def check_unchanged(self) -> None:
-        """Do nothing: the end of a stream is found when it is read, and so is a length that is wrong."""
+        """Do nothing: a length that is wrong is found when the stream is read."""
 
     def _open_line(self, epoch: int, total: int, bookmark: Mapping[str, Any]) -> RecordLine:
         steps, last = self._stream.steps_per_epoch, self._last_line
@@ -286,7 +286,6 @@ class _PartsInOrder:
 
 
 def _lines_of_shares(stream: Stream, order: BlockOrder, epoch: int, cut: Cut, *, drops_last: bool) -> list[RecordLine]:
-    """Return the share of each shard."""
     assert stream.lengths is not None
     num_whole, rest = divmod(sum(stream.lengths), cut.batch_size)
     of_last = _sizes(0 if drops_last else rest, cut.num_shards)
