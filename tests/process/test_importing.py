@@ -42,7 +42,7 @@ WITHOUT_TORCH = {
     "launch": (
         "continuation control elastic environment exits external fencing guardian "
         "launcher membership messages output pickling rendezvous restarts scaling "
-        "script_entry scripts sessions signals started_worker supervision template unpicklable worker_pool"
+        "script_entry scripts sessions signals started_worker supervision template worker_pool"
     ),
     "processes": "ending forking host stop_signals user_line",
     "recording": "file_format reading stacks writing",

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lockstep.errors import WorkerFailedError, WorkerFailure
 from lockstep.launch.exits import CONSEQUENCES, describe_failures
-from lockstep.launch.pickling import pack
-from lockstep.launch.unpicklable import Unpicklable, find_in_call, find_in_result, name_of
+from lockstep.launch.pickling import Unpicklable, find_in_call, find_in_result, name_of, pack
 
 if TYPE_CHECKING:  # a launcher does not need torch
     import torch
