@@ -293,7 +293,7 @@ def describe_wrapper(
         unused = [bucket.slots[index].parameter.nbytes for bucket in reducer.buckets for index in bucket.absent]
         if unused or options.get("find_unused_parameters"):
             facts["unused_parameter_size"] = sum(unused)
-        if reducer.is_in_order:
+        if reducer.plan.is_in_order:
             facts["has_rebuilt_buckets"] = 1
             facts["rebuilt_bucket_sizes"] = sizes
             facts["rebuilt_per_bucket_param_indices"] = " ".join(str(number) for group in members for number in group)

@@ -319,12 +319,12 @@ class DenseBucket:
 @final
 class SparseSlot:
     has_gradient_in_place = False
+    is_small = True
+    is_scaled = False
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name = name
         self.parameter = parameter
-        self.is_small = True
-        self.is_scaled = False
         self.fits = True
         self.has_arrived = False
         self.is_unsynced = False

@@ -65,6 +65,7 @@ class CurrentPlan:
         self._release = release
         self.has_changed = False
         self.is_in_order = False
+        """Whether buckets are in the order in which gradients arrive."""
         self._model = model
         self._world = world
         self._group = world.group

@@ -77,7 +77,7 @@ class TrainedModel:
             for module in root.modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         }
-        named = list(self._named())
+        named = self.parameters()
         self._parameters = [parameter for _, parameter in named]
         modules = list(root.modules())
         self._parts = [part for module in modules for part in (parameter_registry(module), module_registry(module))]
@@ -91,9 +91,7 @@ class TrainedModel:
         children = (module_registry(module).values() for module in modules)
         self._layers = [layer for layer in chain.from_iterable(children) if layer is not None]
         self.trained = [
-            TrainedParameter(
-                spec=describe_parameter(name, parameter, is_sparse=id(parameter) in sparse), parameter=parameter
-            )
+            TrainedParameter(_describe_parameter(name, parameter, is_sparse=id(parameter) in sparse), parameter)
             for name, parameter in named
             if parameter.requires_grad
         ]
@@ -126,14 +124,13 @@ class TrainedModel:
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the named parameters that are not ignored, trainable or not."""
-        return list(self._named())
+        root = self.module
+        named = () if root is None else root.named_parameters()
+        return [(name, parameter) for name, parameter in named if name not in self.ignored]
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return all named parameters and buffers that are not ignored, trainable or not."""
-        return [*self._named(), *self.buffers()]
-
-    def frozen(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, parameter) for name, parameter in self._named() if not parameter.requires_grad]
+        return [*self.parameters(), *self.buffers()]
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Return the named buffers, listed anew: a forward may put another tensor in a buffer's place."""
@@ -145,18 +142,12 @@ class TrainedModel:
         """Return of each layer within, as they were seen, whether it is in training mode, always in the same order."""
         return list(map(_TRAINING, self._layers))
 
-    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        root = self.module
-        for name, parameter in () if root is None else root.named_parameters():
-            if name not in self.ignored:
-                yield name, parameter
-
     def _list_held(self) -> Iterator[Any]:
         """Return the parameters and layers of all modules, of those that hold any."""
         return chain.from_iterable(map(dict.values, self._filled))
 
 
-def describe_parameter(name: str, parameter: nn.Parameter, *, is_sparse: bool = False) -> ParameterSpec:
+def _describe_parameter(name: str, parameter: nn.Parameter, *, is_sparse: bool) -> ParameterSpec:
     return ParameterSpec(
         name=name,
         shape=tuple(parameter.shape),
@@ -218,7 +209,9 @@ def check_same_values(parameters: Sequence[TrainedParameter], world: World) -> N
 def _describe(model: TrainedModel, *, with_buffers: bool) -> dict[str, list[str]]:
     return {
         "trainable parameter": [str(each.spec) for each in model.trained],
-        "frozen parameter": [_describe_tensor(name, value) for name, value in model.frozen()],
+        "frozen parameter": [
+            _describe_tensor(name, value) for name, value in model.parameters() if not value.requires_grad
+        ],
         "buffer": [_describe_tensor(name, value) for name, value in model.buffers() if with_buffers],
     }
 

@@ -31,7 +31,7 @@ from lockstep.reduce.current_plan import CurrentPlan, ReducerOptions
 from lockstep.reduce.gradient_hooks import GradientHooks
 from lockstep.reduce.model import TrainedModel
 from lockstep.reduce.reduction import BucketReduction, GradBucket
-from lockstep.reduce.schedule import BucketSchedule, StepTimes
+from lockstep.reduce.schedule import BucketSchedule
 from lockstep.reduce.status import GroupStatus, RankStatus
 
 
@@ -47,6 +47,7 @@ class Reducer:
         """Whether the last reduction ended in an error that every rank has, from the status of all."""
         self.watch = BackwardWatch(partial(_has_group, world))
         self.schedule = BucketSchedule(world, reduction, purpose=options.purpose, skips_unused=options.skips_unused)
+        self.times = self.schedule.times
         self._world = world
         self._mean = options.local_mean
         self.plan = CurrentPlan(model, world, options, partial(_drop_buckets, weakref.ref(self)))
@@ -64,15 +65,6 @@ class Reducer:
     def is_idle(self) -> bool:
         """Whether no backward is under way or was left unfinished."""
         return self.watch.phase is Phase.IDLE
-
-    @property
-    def is_in_order(self) -> bool:
-        """Whether buckets are in the order in which gradients arrive."""
-        return self.plan.is_in_order
-
-    @property
-    def times(self) -> StepTimes:
-        return self.schedule.times
 
     # -- Between two backwards -----------------------------------------------------------------------------------------
 

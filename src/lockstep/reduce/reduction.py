@@ -230,8 +230,8 @@ class TreeReduction:
 def start_all_reduce(message: Tensor, group: ProcessGroup | None, *, waits: bool) -> Finish:
     """Start to add up a message (collective)."""
     work = dist.all_reduce(message, group=group, async_op=not waits)
-    return _do_nothing if work is None else work.wait
+    return do_nothing if work is None else work.wait
 
 
-def _do_nothing() -> None:
-    """Do nothing: the call has ended."""
+def do_nothing() -> None:
+    """Do nothing: a call has ended, or nothing was sent."""

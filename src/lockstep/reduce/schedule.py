@@ -32,7 +32,7 @@ from lockstep.comm import World, calls_for, capabilities_of
 from lockstep.errors import GroupError
 from lockstep.recording import NO_EVENT, EventKind, own_recorder
 from lockstep.reduce.buckets import Bucket, BucketSet, no_buckets, read_used_counts
-from lockstep.reduce.reduction import BucketReduction, Finish, start_all_reduce
+from lockstep.reduce.reduction import BucketReduction, Finish, do_nothing, start_all_reduce
 from lockstep.reduce.status import GroupStatus, RankStatus, StatusChannel, StatusTrailer, read_status, write_status
 from lockstep.torch_private.groups import abort_device_backends
 
@@ -64,7 +64,7 @@ class BucketSchedule:
         self.num_buckets_sent = 0
         self.times = StepTimes()
         self.failure: Exception | None = None
-        self.on_end_of_backward: Callable[[], None] = _do_nothing
+        self.on_end_of_backward: Callable[[], None] = do_nothing
         self.send_besides: Callable[[], Finish] = _send_nothing
         self.observer: BackwardObserver | None = None
         self._world = world
@@ -85,7 +85,7 @@ class BucketSchedule:
         self._sends_nothing = False
         self._is_cut_off = False
         self.used_counts: list[Sequence[float]] = []
-        self._finish_besides: Finish = _do_nothing
+        self._finish_besides: Finish = do_nothing
         self._awaited: list[torch.futures.Future[object]] = []
 
     @property
@@ -163,7 +163,7 @@ class BucketSchedule:
         self._prepared.clear()
         self.used_counts = []
         self._sends_nothing = self._is_cut_off = False
-        self._finish_besides = _do_nothing
+        self._finish_besides = do_nothing
         self.times.wait_no_more()
         for bucket in self._bucket_set.buckets:
             bucket.reset()
@@ -227,7 +227,7 @@ class BucketSchedule:
                 # is raised before this rank waits in the next, which the others may never reach.
                 self._wait()
             finish = self._run_local(partial(start, waits=waits))
-        self._finishes[index] = finish or _do_nothing
+        self._finishes[index] = finish or do_nothing
         if waits:
             self._recorder.end(self._events[index])
 
@@ -244,7 +244,7 @@ class BucketSchedule:
         """Wait for the reduction that was started last, if only one may be under way."""
         if self.reduction.is_one_at_a_time and self._finishes:
             index = next(reversed(self._finishes))
-            finish, self._finishes[index] = self._finishes[index], _do_nothing
+            finish, self._finishes[index] = self._finishes[index], do_nothing
             self._run_local(finish)
             self._recorder.end(self._events[index])
 
@@ -284,7 +284,7 @@ class BucketSchedule:
     def _exchange_over_hosts(self, status: RankStatus) -> GroupStatus:
         """Send the status in a message of its own, and return that of all ranks (collective)."""
         rank, world_size = self._world.rank, self._world.world_size
-        self._finish_besides = self._run_local(self.send_besides) or _do_nothing
+        self._finish_besides = self._run_local(self.send_besides) or do_nothing
         # At this place on every rank, however many buckets it sent earlier: some groups have one order for all calls.
         cut_off = [float(self._is_cut_off and other == rank) for other in range(world_size)]
         buckets = self._bucket_set.buckets
@@ -331,23 +331,19 @@ class BucketSchedule:
 
     def _wait(self) -> None:
         for index, finish in self._finishes.items():
-            self._finishes[index] = _do_nothing
+            self._finishes[index] = do_nothing
             if self.reduction.is_one_at_a_time:
                 self._run_local(finish)
             else:
                 finish()
-            if finish is not _do_nothing:
+            if finish is not do_nothing:
                 self._recorder.end(self._events[index])
-        finish_besides, self._finish_besides = self._finish_besides, _do_nothing
+        finish_besides, self._finish_besides = self._finish_besides, do_nothing
         finish_besides()
 
 
-def _do_nothing() -> None:
-    """Do nothing: no message was sent."""
-
-
 def _send_nothing() -> Finish:
-    return _do_nothing
+    return do_nothing
 
 
 class StepMoments(NamedTuple):

@@ -27,7 +27,7 @@ from lockstep.reduce.model import TrainedModel, TrainedParameter
 from lockstep.reduce.partials import Gradients, Merge, Partials, add_gradients, add_zero, separate, take_gradients
 from lockstep.reduce.plan import BucketLimits
 from lockstep.reduce.reducer import Reducer
-from lockstep.reduce.reduction import TreeReduction
+from lockstep.reduce.reduction import TreeReduction, do_nothing
 from lockstep.reduce.tensor_bits import largest_magnitude, sum_for_finite_check
 from lockstep.shards import ShardTask, even_ranges, partial_nodes_by_size, plan_shard_tasks
 from lockstep.torch_private.autograd import (
@@ -51,7 +51,7 @@ class ShardReducer:
         self._partials = Partials()
         self._last = ShardTask(-1, 0)
         self._num_reductions = 0
-        self._on_last_gradient: Callable[[], None] = _do_nothing
+        self._on_last_gradient: Callable[[], None] = do_nothing
         self._parameters = [each.parameter for each in model.trained]
         self._hooks: list[tuple[int, ...]] = []
         self._tree: TreeReduction | None = None
@@ -223,10 +223,6 @@ def release_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _do_nothing() -> None:
-    """Do nothing when the last gradient has arrived."""
-
-
 @final
 class InPlaceAccumulation:
     """Lets the backwards of shards add to partials. [Note: accumulating in place] in `lockstep.reduce.partials`.
@@ -346,6 +342,8 @@ def may_accumulate_in_place(
 
 @final
 class _TaskCounter:
+    """Apart from its owner: its hook is a reference cycle, which would hold the model."""
+
     def __init__(self) -> None:
         self._found = 0
         self._leaf = torch.zeros((), requires_grad=True, device="cpu")
