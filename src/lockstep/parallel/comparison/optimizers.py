@@ -351,10 +351,13 @@ class OutsideParameters(Check):
         self._num_read += 1
         return self._values.number() if self._may_read or self._num_read <= _NUM_READ_ON_DEVICE else 0
 
-    def record(self) -> tuple[OutsideValue, ...]:
+    def record(self) -> tuple[OutsideValue, ...] | None:
+        """Return the values; None where this rank does not know them: an optimizer has stepped again since."""
         if not self._places or not self._is_asked:
             return ()
         numbers = self._values.describe()
+        if not numbers:
+            return None
         alive = self._list_parameters()
         names = _describe(alive)
         return tuple(
@@ -363,17 +366,18 @@ class OutsideParameters(Check):
             if place in numbers
         )
 
-    def judge(self, found: Sequence[tuple[OutsideValue, ...]], lines: Sequence[Lines]) -> None:  # noqa: ARG002
+    def judge(self, found: Sequence[tuple[OutsideValue, ...] | None], lines: Sequence[Lines]) -> None:  # noqa: ARG002
         """Warn once where they differ: in model parallelism they may."""
-        if not self._is_asked or len(set(found)) == 1:
+        if not self._is_asked or (len(set(found)) == 1 and None not in found):
             return
-        if not all(found):  # a rank does not know what lasts, or has none
+        known = [each for each in found if each]
+        if len(known) < len(found):  # a rank does not know them, or has none
             self._values.compare([{}])
             self._num_unknown += 1
             self._is_asked = self._num_unknown < _NUM_UNKNOWN
             return
         self._is_asked = False  # that they differ was said, or they are different things
-        text = find_outside_difference(found)
+        text = find_outside_difference(known)
         if text:
             warnings.warn(text, stacklevel=stacklevel_of_user())
 

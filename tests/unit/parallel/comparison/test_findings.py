@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from lockstep.parallel.comparison.data import DataSamplers, LoaderPositions, Sam
 from lockstep.parallel.comparison.data_items import describe_items
 from lockstep.parallel.comparison.forwards import _describe
 from lockstep.parallel.comparison.optimizers import (
+    HeldParameters,
     IdleOptimizers,
     OptimizerSteps,
     OutsideParameters,
@@ -524,3 +526,30 @@ def test_parameters_of_other_wrappers_are_asked_for_seldom(monkeypatch: pytest.M
     assert (len(asked), found.record()) == (4, ())
     found.note_step(optimizer, held)  # its wrapper is gone
     assert [each.shape for each in found.record()] == [(3,)]
+
+
+def test_parameters_outside_that_step_twice_for_one_backward_are_told() -> None:
+    # Every rank answered that it did not know them, so the ranks exchanged that in each backward, and nothing was said.
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    outside = OutsideParameters(may_read=True)
+    held = HeldParameters(all=[parameter], known=[], others=[parameter])
+
+    def step() -> None:
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+        outside.note_step(optimizer, held)
+
+    for _ in range(2):
+        step()
+    outside.number()
+    assert outside.record() is None
+    outside.judge([None, None], [])
+    for _ in range(2):
+        step()
+    outside.number()
+    record = outside.record()
+    assert record
+    with pytest.warns(UserWarning, match="A parameter that is trained"):
+        outside.judge([record, (replace(record[0], bits=1),)], [])
+    assert outside.number() == 0
