@@ -57,6 +57,8 @@ def write_environment(
     """Add this start to the environment.json of a run (local; call it on one rank)."""
     path = run_dir / ENVIRONMENT_NAME
     earlier = read_starts(run_dir)
+    if not earlier and path.exists():
+        path.replace(path.with_suffix(".damaged.json"))  # somebody may still read what it says of earlier starts
     start = {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(hide_secrets(sys.argv)),

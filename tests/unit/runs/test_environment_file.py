@@ -94,3 +94,10 @@ def test_settings_hold_no_secret() -> None:
     secret = ("AWS_SECRET_ACCESS_KEY", "NVIDIA_API_KEY", "TORCH_HUB_TOKEN", "MASTER_PASSWORD", "LOCAL_DB_URL")
     environ = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "INFO", **dict.fromkeys(secret, "x")}
     assert Settings(environ).recorded() == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
+
+
+def test_a_file_that_cannot_be_read_is_kept_beside_the_new_one(tmp_path: Path) -> None:
+    (tmp_path / "environment.json").write_text("[{", encoding="utf-8")
+    write_environment(tmp_path, [], {}, Path())
+    assert (tmp_path / "environment.damaged.json").read_text(encoding="utf-8") == "[{"
+    assert len(json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))) == 1
