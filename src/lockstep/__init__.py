@@ -37,9 +37,9 @@ from lockstep.errors import (
     UsageError,
     WorkerFailedError,
 )
-from lockstep.launch.elastic import Elastic
 from lockstep.launch.launcher import launch
 from lockstep.launch.messages import Run
+from lockstep.launch.restarts import Elastic
 from lockstep.parallel import (
     DataParallel,
     DataParallelCriterion,

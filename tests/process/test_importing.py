@@ -40,9 +40,9 @@ WITHOUT_TORCH = {
     ),
     "doctor.scripts": "data_rules device_rules rank_rules source",
     "launch": (
-        "continuation control elastic environment exits external fencing guardian "
+        "continuation control environment exits guardian "
         "launcher membership messages output pickling rendezvous restarts scaling "
-        "script_entry scripts sessions signals started_worker supervision template worker_pool"
+        "script_entry scripts sessions signals supervision template worker_pool"
     ),
     "processes": "ending forking host stop_signals user_line",
     "recording": "file_format reading stacks writing",

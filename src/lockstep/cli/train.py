@@ -26,11 +26,16 @@ from lockstep.devices import Placement, place_workers
 from lockstep.devices.choose import CPU
 from lockstep.errors import CheckpointError, UsageError, WorkerFailedError, counted
 from lockstep.events import Recorder, Recorders
-from lockstep.launch.elastic import Elastic
-from lockstep.launch.external import find_launcher, join_started, run_here
-from lockstep.launch.launcher import LaunchSettings, call_on_workers, make_template
+from lockstep.launch.launcher import (
+    LaunchSettings,
+    call_on_workers,
+    find_launcher,
+    join_started,
+    make_template,
+    run_here,
+)
 from lockstep.launch.messages import Run, pack_call
-from lockstep.launch.restarts import StartAgain
+from lockstep.launch.restarts import Elastic, StartAgain
 from lockstep.processes.stop_signals import StopRequest, handle_stop_signals, ignore_stop_signals, stop_signals_handled
 from lockstep.recording.file_format import RECORDING_NAME
 from lockstep.report import MetricsFile, PlainLines, ProgressBar, Succession, sum_epoch
@@ -278,7 +283,7 @@ def train_worker(run: Run, job: Job) -> FitResult | StopResult:
 def _leave_or_stop(stop: StopRequest) -> Callable[[], None] | None:
     """Return what SIGTERM to this worker does: it leaves the others, or where it cannot, the run stops."""
     from lockstep.comm.generations import current_generations
-    from lockstep.launch.leaving import LeaveRequest
+    from lockstep.launch.worker import LeaveRequest
 
     generations = current_generations()
     if generations is None:

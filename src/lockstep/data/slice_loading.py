@@ -29,9 +29,9 @@ from torch.utils.data import DataLoader
 from lockstep.comm.generations import current_generations
 from lockstep.data.contents import state_number
 from lockstep.data.keyed import KeyedDataset, SliceKeys
-from lockstep.launch.elastic import Elastic
 from lockstep.launch.exits import OomKills, describe_exit, has_run_out_of_memory, name_killer, read_oom_kills
 from lockstep.launch.membership import may_respawn
+from lockstep.launch.restarts import Elastic
 from lockstep.processes.ending import die_with_parent, terminate_only_for
 from lockstep.torch_private.loaders import (
     LoaderIterator,

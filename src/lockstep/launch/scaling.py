@@ -22,10 +22,9 @@ from lockstep.devices import Device
 from lockstep.errors import DeviceError, counted
 from lockstep.launch.continuation import Continuation
 from lockstep.launch.control import RefusedError
-from lockstep.launch.elastic import Elastic
 from lockstep.launch.membership import Wishes, WorkerLimits, may_respawn
-from lockstep.launch.started_worker import End, StartedWorker
-from lockstep.launch.worker_pool import WorkerPool
+from lockstep.launch.restarts import Elastic
+from lockstep.launch.worker_pool import End, StartedWorker, WorkerPool
 
 _LOGGER = logging.getLogger("lockstep")
 _GATHER_SECONDS = 0.25

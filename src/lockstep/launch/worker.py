@@ -1,25 +1,29 @@
 """A worker of `launch`: it receives its task, joins the group, calls the function and reports."""
 
+import atexit
 import contextlib
+import ctypes
 import dataclasses
 import math
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, final
 
 import torch
 
+from lockstep.channel.client import ChannelClosedError
 from lockstep.comm import destroy_process_group, report_failure, send_exit_notices
 from lockstep.comm.bootstrap.process_group import choose_backend
 from lockstep.comm.generations import Generations, NextGeneration, current_generations, follow_generations
 from lockstep.errors import GroupError
 from lockstep.launch.environment import add_ipython_functions
-from lockstep.launch.leaving import LeaveRequest, leave_on_sigterm
 from lockstep.launch.messages import Report, Run, WorkerTask, pack_result, send_report
 from lockstep.launch.pickling import pack
 from lockstep.launch.signals import look_at_main_thread
@@ -213,3 +217,114 @@ def _failure(worker: int, error: BaseException, failed_at: float) -> Report:
         traceback="".join(traceback.format_exception(type(error), error, trace)),
         error=packed,
     )
+
+
+_CHUNK_BYTES = 4096
+
+
+@final
+class LeaveRequest:
+    """SIGTERM to one worker asks the launcher, once, to let it leave the others after the step under way.
+
+    A machine that is taken back, or a colleague who needs the GPU, sends it to one process. Where the worker cannot
+    leave, because too few would be left or the launcher has got SIGTERM too, `otherwise` is called in any thread: it
+    does what the signal did before (None: end by SIGTERM).
+
+    After a refusal SIGTERM ends the worker where `handles` says that the handler of this request is the present one:
+    it may stand in native code that calls no handler.
+    """
+
+    def __init__(self, generations: Generations, otherwise: Callable[[], None] | None = None) -> None:
+        self.otherwise = otherwise or end_by_sigterm
+        self.handles: Callable[[], bool] = lambda: False
+        self._generations = generations
+        self._changing = threading.Lock()
+        self._has_asked = False
+        self._is_refused = False
+        generations.on_stay = self.refuse
+
+    def ask(self) -> None:
+        """Ask the launcher; after a refusal do what is done otherwise (any thread but one that handles a signal)."""
+        with self._changing:
+            is_first = not self._has_asked
+            self._has_asked = True
+            is_refused = self._is_refused
+        if is_refused:
+            self.otherwise()
+        elif is_first:
+            with contextlib.suppress(ChannelClosedError):  # the launcher has ended, and with it this process
+                self._generations.report("leave")
+
+    def ask_from_handler(self) -> None:
+        """Do the same in a signal handler, which may have interrupted this thread while it held a lock."""
+        threading.Thread(target=self.ask, name="asks to leave", daemon=True).start()
+
+    def refuse(self) -> None:
+        """Take in that this worker cannot leave, whether it has asked or not."""
+        with self._changing:
+            self._is_refused = True
+            has_asked = self._has_asked
+        if self.handles():
+            _restore_default()
+        if has_asked:
+            self.otherwise()
+
+
+def leave_on_sigterm(request: LeaveRequest) -> None:
+    """Ask to leave when SIGTERM comes, unless something else handles it already (main thread only)."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        handler = _Handler(request)
+        signal.signal(signal.SIGTERM, handler)
+        request.handles = handler.is_present
+        atexit.register(handler.undo)
+        call_in_children(handler.undo)
+
+
+@final
+class _Handler:
+    """Asks to leave, and so does a thread, which waits for the byte that the interpreter writes when the signal comes.
+
+    Python calls a handler only between two lines of Python, and native code may run for long.
+    Code of the user's may take the thread's descriptor (asyncio does, and drops it again when its loop is closed), or
+    call this from a handler of its own. A child that is forked has neither the handler nor the descriptor.
+    """
+
+    def __init__(self, request: LeaveRequest) -> None:
+        self._request = request
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        if before >= 0:  # an event loop of the user's: its byte stays its own
+            signal.set_wakeup_fd(before)
+        else:
+            threading.Thread(target=self._wait, name="waits for SIGTERM", daemon=True).start()
+
+    def __call__(self, _number: int, _frame: object) -> None:
+        self._request.ask_from_handler()
+
+    def is_present(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) is self
+
+    def undo(self) -> None:
+        """Undo it in a child, and before the interpreter shuts down: then it calls no handler any more."""
+        if self.is_present():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if (current := signal.set_wakeup_fd(-1)) not in {self._writer, -1}:
+            signal.set_wakeup_fd(current)
+
+    def _wait(self) -> None:
+        while numbers := os.read(self._reader, _CHUNK_BYTES):
+            if signal.SIGTERM in numbers and self.is_present():
+                self._request.ask()
+
+
+def end_by_sigterm() -> None:
+    """End this process by SIGTERM, from any thread; `signal.signal` works in the main thread only."""
+    _restore_default()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _restore_default() -> None:
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), None)

@@ -14,7 +14,7 @@ from ruamel.yaml.error import YAMLError
 
 from lockstep.devices import parse_request
 from lockstep.errors import ConfigError, DeviceError, clause, counted
-from lockstep.launch.elastic import USUAL_RESPAWNS
+from lockstep.launch.restarts import USUAL_RESPAWNS
 
 ImportPath = Annotated[str, StringConstraints(strict=True, pattern=r"^[\w.]+:[\w.]+$")]
 NamedObject = ImportPath | Annotated[dict[ImportPath, dict[str, Any]], Field(min_length=1, max_length=1)]

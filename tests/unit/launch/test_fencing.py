@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from lockstep.launch.continuation import Answer, WorkerReports
-from lockstep.launch.fencing import Fencing
 from lockstep.launch.membership import Generation, WorkerLimits
 from lockstep.launch.signals import look_at_main_thread
+from lockstep.launch.supervision import Fencing
 from lockstep.processes.host import StackLine
 
 SECONDS = 10.0

@@ -10,8 +10,7 @@ from lockstep.devices import Placement
 from lockstep.devices.choose import CPU
 from lockstep.errors import WorkerFailedError, WorkerFailure
 from lockstep.launch import scripts
-from lockstep.launch.elastic import Elastic
-from lockstep.launch.restarts import CallToStart, LostWorkersError, Restarts, StartAgain, call_with_restarts
+from lockstep.launch.restarts import CallToStart, Elastic, LostWorkersError, Restarts, StartAgain, call_with_restarts
 from lockstep.launch.scripts import ScriptJob, python_program, run_script, run_with_restarts
 
 Told = list[str]

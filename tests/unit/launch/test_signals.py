@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.leaving import LeaveRequest, leave_on_sigterm
 from lockstep.launch.signals import SignalPipe
+from lockstep.launch.worker import LeaveRequest, leave_on_sigterm
 from lockstep.processes.stop_signals import StopRequest, stop_signals_handled
 
 
@@ -136,7 +136,7 @@ def fork_a_sleeper() -> int:
 REFUSED = """
 import ctypes, os, signal, threading
 from types import SimpleNamespace
-from lockstep.launch.leaving import LeaveRequest, leave_on_sigterm
+from lockstep.launch.worker import LeaveRequest, leave_on_sigterm
 launcher = SimpleNamespace(report=print)
 leave_on_sigterm(LeaveRequest(launcher))
 signal.set_wakeup_fd(-1)
