@@ -81,7 +81,6 @@ class Continuation:
         self.pids = dict(pids)
         self.reports = WorkerReports()
         self.members = list(pids)
-        self.num_losses = 0
         self.has_begun = False
         self.stop_reason = ""
         self._server = server
@@ -119,6 +118,10 @@ class Continuation:
         """Tell the members that all have returned: one that waits for others at a meeting would wait in vain."""
         for worker in self.generation.workers:
             self._server.send(worker, {"event": "over"})
+
+    def ask_whether_there(self, worker: int, number: int) -> None:
+        """Ask a worker whether it is there; the answer, in `reports.alive`, has the number of the question."""
+        self._server.send(worker, {"event": "ping", "number": number})
 
     def refuse_leave(self, worker: int) -> None:
         self._server.send(worker, {"event": "stay"})
@@ -201,7 +204,6 @@ class Continuation:
             for each in ended
             if each.worker in present
         ]
-        self.num_losses += len(described)
         self._set_aside(self._new - lost)
         self._announce(decided, new=set(), lost=described)
         return True

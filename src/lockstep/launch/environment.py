@@ -9,11 +9,16 @@ importing torch.
 
 import builtins
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.devices import Placement
+from lockstep.settings import LAUNCHED
+
+if TYPE_CHECKING:  # `lockstep run` needs no pickles
+    from lockstep.launch.messages import WorkerTask
 
 STARTUP_FOLDER = str(Path(__file__).parents[1] / "drop_in" / "startup")
 NOTICE = (
@@ -22,6 +27,8 @@ NOTICE = (
     "lockstep.drop_in.undo()."
 )
 """The line that is printed once, at the start."""
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+"""The network interface that Gloo uses."""
 _MODULE = "lockstep.drop_in"
 
 
@@ -34,6 +41,18 @@ def place_variables(*, rank: int, local_rank: int, world_size: int, port: int) -
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+    }
+
+
+def function_variables(task: "WorkerTask") -> dict[str, str]:
+    """Return the variables of a worker of `launch`: torch's, for code that reads them, and Gloo on loopback alone."""
+    threads, port = str(task.threads), task.master_port
+    return {
+        **place_variables(rank=task.rank, local_rank=task.worker, world_size=task.world_size, port=port),
+        LAUNCHED: str(port),
+        "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
     }
 
 

@@ -1,12 +1,16 @@
-"""Describing how workers ended. Pure, but for `read_oom_kills`: exit codes and text come in, text goes out."""
+"""Describing how workers ended: exit codes and text come in, text goes out.
+
+Pure, but for `read_oom_kills` and `KillerNames`, which calls it.
+"""
 
 import re
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, final
 
 from lockstep.errors import PeerFailedError, PeerLostError, ReductionError, WorkerFailure
 from lockstep.processes.user_line import LIBRARIES
@@ -28,6 +32,8 @@ SLOW_END_SECONDS = 5.0
 """After how long it is told that a worker which is done, by its report, still runs, ..."""
 RAISED_SECONDS, TEARDOWN_SECONDS = 15.0, 30.0
 """... and after how long it is ended: one that has raised, for which others wait, and one that has returned."""
+_SAME_KILLS_SECONDS = 1.0
+"""Ends within this time may be one kill: the out-of-memory killer ends a whole control group at once."""
 _MOST_OF_REASON = 500
 _MOST_OF_TRACEBACK = 20_000
 """So many characters of what a user's exception says are shown: it may hold a whole tensor."""
@@ -238,6 +244,29 @@ def name_killer(before: OomKills, after: OomKills) -> str:
     if before.host != after.host:
         return "probably by the kernel's out-of-memory killer, which killed processes on this host meanwhile"
     return "by another process: the kernel's out-of-memory killer has killed nothing meanwhile"
+
+
+@final
+class KillerNames:
+    """Says, for one launch, who has sent the SIGKILL that has just ended a worker."""
+
+    def __init__(
+        self,
+        read: Callable[[], OomKills] = read_oom_kills,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read = read
+        self._clock = clock
+        self._before = self._latest = read()
+        self._named_at = clock()
+
+    def name(self) -> str:
+        """Return who it was, by what the out-of-memory killer did since the kills that were named before."""
+        now = self._clock()
+        if now - self._named_at >= _SAME_KILLS_SECONDS:
+            self._before = self._latest
+        self._latest, self._named_at = self._read(), now
+        return name_killer(self._before, self._latest)
 
 
 def has_run_out_of_memory(before: OomKills, after: OomKills) -> bool:

@@ -286,7 +286,7 @@ def _supervise(pool: WorkerPool, server: ChannelServer, first: WorkerTask, setti
                 stack.callback(control.close)
             except OSError as error:
                 _LOGGER.warning("`lockstep scale` cannot change this run: %s. (LS603)", error)
-        fencing = Fencing(pool, server, continuation, settings.elastic.evict_after or math.inf)
+        fencing = Fencing(pool, continuation, settings.elastic.evict_after or math.inf)
         return Supervision(
             pool, continuation, scaling, control, fencing, needs_every_result=settings.needs_every_result
         ).wait()

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
-LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
-"""The network interface that Gloo uses."""
 _BACKLOG = 128
 _NUM_ATTEMPTS = 20
 """How often to open the store anew, if others connect to its port before it is guarded."""

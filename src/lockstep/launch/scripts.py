@@ -24,9 +24,9 @@ from typing import final
 
 from lockstep.channel.server import ChannelServer
 from lockstep.devices import Placement, count_cores
-from lockstep.doctor.stacks import crash_place
 from lockstep.errors import WorkerFailure
 from lockstep.launch.environment import (
+    LOOPBACK_INTERFACE,
     NOTICE,
     device_variables,
     place_variables,
@@ -39,20 +39,20 @@ from lockstep.launch.exits import (
     GRACE_SECONDS,
     RAISED_SECONDS,
     SLOW_END_SECONDS,
+    UNKNOWN_KILLER,
+    KillerNames,
     describe_exit,
     describe_failures,
     describe_waiting,
     exit_status,
     find_traceback,
-    name_killer,
     patience_after,
-    read_oom_kills,
     says_another_failed,
 )
 from lockstep.launch.output import Relays, Tail, flush_own_output, log_path, make_log_directory, print_message
-from lockstep.launch.rendezvous import LOOPBACK_INTERFACE, Rendezvous, open_rendezvous
+from lockstep.launch.rendezvous import Rendezvous, open_rendezvous
 from lockstep.launch.restarts import Restarts
-from lockstep.launch.sessions import Sessions, check_descriptors, exit_code, launch_recorded
+from lockstep.launch.sessions import Sessions, check_descriptors, exit_code, launch_recorded, record_end
 from lockstep.launch.signals import SignalPipe
 from lockstep.processes.host import FREED_MEMORY_VARIABLES
 from lockstep.recording import EventKind, WorkerRecorder, new_recording
@@ -158,12 +158,10 @@ def run_script(job: ScriptJob) -> Ending:
         variables = {} if recording is None else recording_variable(str(recording))
         pool = _ScriptWorkerPool(job, server, recorder, variables)
         stack.callback(pool.close)
-        kills = read_oom_kills()
         pool.start(rendezvous)
         stop = pool.wait(signals)
-        killer = name_killer(kills, read_oom_kills())
-        pool.end(signals, stop, killer)
-        return pool.describe_end(killer) if stop is None else pool.describe_stop(stop)
+        pool.end(signals, stop)
+        return pool.describe_end() if stop is None else pool.describe_stop(stop)
 
 
 @final
@@ -173,7 +171,7 @@ class _ScriptWorker:
         self.process = process
         self.stderr = stderr
         self.exit_code: int | None = None
-        self.place = ""
+        self.killer = self.place = ""
         self.ended_at = math.inf
         self.raised_at = math.inf
         self.holds_up = ""
@@ -206,11 +204,11 @@ class _ScriptWorker:
         else:
             self.is_given_up = True
 
-    def describe_exit(self, killer: str) -> str:
+    def describe_exit(self) -> str:
         if self.exit_code is None:
             when = f"{RAISED_SECONDS:g} s later" if self.is_given_up else "when another had failed"
             return f"raised an exception, and still ran {when}: {self.holds_up} held it up"
-        return describe_exit(self.exit_code, killer=killer, place=self.place)
+        return describe_exit(self.exit_code, killer=self.killer or UNKNOWN_KILLER, place=self.place)
 
     def is_consequence(self) -> bool:
         """Return whether it has failed because another worker has, by what it wrote last."""
@@ -243,6 +241,7 @@ class _ScriptWorkerPool:
         self._variables = variables
         self._workers: list[_ScriptWorker] = []
         self._sessions = Sessions()
+        self._killers = KillerNames()
         # A single worker uses the terminal directly, as without a launcher: it may read input and show a progress bar.
         self._relays = (
             Relays(has_prefix=job.has_prefix and job.world_size > 1, cuts_lines=job.world_size > 1, log_dir=job.log_dir)
@@ -263,19 +262,16 @@ class _ScriptWorkerPool:
         local_rank = [f"{self._job.local_rank_option}={environment['LOCAL_RANK']}"] * bool(self._job.local_rank_option)
         command = [*self._job.program, *local_rank, *self._job.arguments]
         stdin = None if self._job.world_size == 1 else subprocess.DEVNULL
-        if self._relays is None:
-            self._workers.append(
-                _ScriptWorker(rank, self._sessions.start(command, environment, stdin, (None, None), channel), None)
-            )
-            self._recorder.mark(EventKind.WORKER_STARTED, rank, self._workers[-1].process.pid, 0)
-            return
-        stdout, _ = self._relays.open(rank, "stdout")
-        stderr, tail = self._relays.open(rank, "stderr")
-        try:
-            process = self._sessions.start(command, environment, stdin, (stdout, stderr), channel)
-        finally:
-            os.close(stdout)
-            os.close(stderr)
+        outputs: tuple[int | None, int | None] = None, None
+        tail: Tail | None = None
+        with ExitStack() as stack:
+            if self._relays is not None:
+                stdout, _ = self._relays.open(rank, "stdout")
+                stack.callback(os.close, stdout)
+                stderr, tail = self._relays.open(rank, "stderr")
+                stack.callback(os.close, stderr)
+                outputs = stdout, stderr
+            process = self._sessions.start(command, environment, stdin, outputs, channel)
         self._workers.append(_ScriptWorker(rank, process, tail))
         self._recorder.mark(EventKind.WORKER_STARTED, rank, process.pid, 0)
 
@@ -313,16 +309,15 @@ class _ScriptWorkerPool:
         for worker in self._workers:
             if worker.exit_code is None and (code := exit_code(worker.process)) is not None:
                 worker.exit_code, worker.ended_at = code, time.monotonic()
-                worker.place = crash_place(self._recorder.directory, worker.process.pid, code)
-                how = self._recorder.text(describe_exit(code, place=worker.place))
-                self._recorder.mark(EventKind.WORKER_ENDED, worker.rank, worker.process.pid, how)
+                worker.killer = self._killers.name()
+                worker.place = record_end(self._recorder, worker.rank, worker.process.pid, code, worker.killer)
 
-    def end(self, signals: SignalPipe, stop: Signals | None, killer: str) -> None:
+    def end(self, signals: SignalPipe, stop: Signals | None) -> None:
         """Stop the workers that still run and all that workers have started; print the end of their output."""
         is_interrupted = stop is Signals.SIGINT
 
         def tell() -> None:
-            if stop is None and (message := self.describe_end(killer).message):
+            if stop is None and (message := self.describe_end().message):
                 print_message(describe_waiting(message))
 
         self._sessions.end(
@@ -339,7 +334,7 @@ class _ScriptWorkerPool:
             if signals.wait(0) is not None:
                 break
 
-    def describe_end(self, killer: str) -> Ending:
+    def describe_end(self) -> Ending:
         """Return how a launch ended that no signal has stopped."""
         failed = [worker for worker in self._workers if worker.has_failed()]
         if not failed:
@@ -348,7 +343,7 @@ class _ScriptWorkerPool:
         failed.sort(key=lambda worker: (worker.is_consequence(), worker.failed_at()))
         first = failed[0]
         # The relays have printed what the workers wrote.
-        message = describe_failures([_describe(worker, self._job.log_dir, killer) for worker in failed], is_shown=True)
+        message = describe_failures([_describe(worker, self._job.log_dir) for worker in failed], is_shown=True)
         if first.stderr is not None and not first.traceback():
             last = [line for line in first.stderr.text().splitlines() if line.strip()][-_NUM_LAST_LINES:]
             message += f"\n\nThe last lines that worker {first.rank} wrote to stderr:\n" * bool(last) + "\n".join(last)
@@ -393,8 +388,8 @@ def _environment(job: ScriptJob, rank: int, rendezvous: Rendezvous, *, is_piped:
     return own.for_worker(overrides, defaults=defaults)
 
 
-def _describe(worker: _ScriptWorker, log_dir: Path | None, killer: str) -> WorkerFailure:
-    reason = worker.describe_exit(killer)
+def _describe(worker: _ScriptWorker, log_dir: Path | None) -> WorkerFailure:
+    reason = worker.describe_exit()
     if log_dir is not None:
         reason += f" (log: {log_path(log_dir, worker.rank, 'stderr')})"
     return WorkerFailure(rank=worker.rank, reason=reason, traceback=worker.traceback(), error=None)

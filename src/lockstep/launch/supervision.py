@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import final
 
-from lockstep.channel.server import ChannelServer
 from lockstep.launch.continuation import Answer, Continuation, EndedWorker
 from lockstep.launch.control import ControlSocket
 from lockstep.launch.exits import patience_after
@@ -67,13 +66,11 @@ class Fencing:
     def __init__(
         self,
         pool: WorkerPool,
-        server: ChannelServer,
         continuation: Continuation,
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
-        self._server = server
         self._continuation = continuation
         self._seconds = seconds
         self._clock = clock
@@ -107,7 +104,7 @@ class Fencing:
             if self._is_silent(worker, seconds, now):
                 self._kill(worker, f"it has not answered for {seconds:g} s")
             else:
-                self._server.send(worker, {"event": "ping", "number": self._number})
+                self._continuation.ask_whether_there(worker, self._number)
         self._note_answers(now)
         if self._seconds < math.inf:
             self._end_those_that_keep_others_waiting(now)

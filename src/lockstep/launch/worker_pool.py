@@ -16,9 +16,8 @@ from typing import final
 from lockstep.channel.server import ChannelServer
 from lockstep.devices import Device
 from lockstep.devices.choose import CPU
-from lockstep.doctor.stacks import crash_place
 from lockstep.errors import UsageError, WorkerFailedError, WorkerFailure
-from lockstep.launch.environment import place_variables
+from lockstep.launch.environment import function_variables
 from lockstep.launch.exits import (
     EARLIER_FAILURE_SECONDS,
     GRACE_SECONDS,
@@ -26,19 +25,17 @@ from lockstep.launch.exits import (
     SLOW_END_SECONDS,
     TEARDOWN_SECONDS,
     UNKNOWN_KILLER,
+    KillerNames,
     describe_exit,
     describe_waiting,
-    name_killer,
-    read_oom_kills,
 )
 from lockstep.launch.messages import Report, WorkerTask, is_consequence, load_error, read_report, send_task
-from lockstep.launch.rendezvous import LOOPBACK_INTERFACE
-from lockstep.launch.sessions import Sessions, exit_code, wake
+from lockstep.launch.sessions import Sessions, exit_code, record_end, wake
 from lockstep.launch.signals import sigint_held_back, signals_blocked
 from lockstep.launch.template import Process, WorkerTemplate
 from lockstep.processes.stop_signals import FORWARDED_SIGNAL, STOP_SIGNALS
 from lockstep.recording import NULL_WORKER_RECORDER, EventKind
-from lockstep.settings import LAUNCHED, read_settings
+from lockstep.settings import read_settings
 
 _LOGGER = logging.getLogger("lockstep")
 NUM_DESCRIPTORS_PER_WORKER = 5
@@ -142,8 +139,10 @@ class StartedWorker:
         """
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        wait_for_exit(self.process, time.monotonic() + KILLED_SECONDS)
-        return self.look()
+        deadline = time.monotonic() + KILLED_SECONDS
+        while not (has_ended := self.look()) and time.monotonic() < deadline:
+            time.sleep(_EXIT_POLL_SECONDS)
+        return has_ended
 
     @property
     def closed_until(self) -> float:
@@ -210,13 +209,6 @@ class StartedWorker:
         return True
 
 
-def wait_for_exit(process: Process, deadline: float) -> int | None:
-    """Return how a process ended; None if it has not by the deadline."""
-    while (code := exit_code(process)) is None and time.monotonic() < deadline:
-        time.sleep(_EXIT_POLL_SECONDS)
-    return code
-
-
 @final
 class WorkerPool:
     """The workers of one launch of a function, as processes.
@@ -238,7 +230,7 @@ class WorkerPool:
         self._launcher_pipe, self._launcher_end = os.pipe()
         self._selector = selectors.DefaultSelector()
         self._exits: dict[int, int] = {}
-        self._kills = read_oom_kills()
+        self._killers = KillerNames()
         self.workers: dict[int, StartedWorker] = {}
         self.devices: dict[int, Device] = {}
         self.recorder = NULL_WORKER_RECORDER
@@ -263,7 +255,7 @@ class WorkerPool:
             # -P: the current directory, where others may write, is not searched for the modules of _BOOTSTRAP.
             descriptors = (down_read, up_write, self._launcher_pipe, channel, self._reserved_port)
             command = [sys.executable, "-P", "-c", _BOOTSTRAP, *map(str, descriptors)]
-            variables = {**_variables(task), **device.variables()}
+            variables = {**function_variables(task), **device.variables()}
             try:
                 process: Process | None = None
                 if self._template is not None and device == CPU:
@@ -418,11 +410,9 @@ class WorkerPool:
             self.forget(descriptor)
             os.close(descriptor)
         if not worker.killer:
-            kills = read_oom_kills()
-            worker.killer, self._kills = name_killer(self._kills, kills), kills
-        worker.place = crash_place(self.recorder.directory, worker.pid, worker.exit_code or 0)
-        how = self.recorder.text(worker.describe_exit())
-        self.recorder.mark(EventKind.WORKER_ENDED, worker.number, worker.pid, how)
+            worker.killer = self._killers.name()
+        code = worker.exit_code or 0
+        worker.place = record_end(self.recorder, worker.number, worker.pid, code, worker.killer)
         return False
 
 
@@ -436,15 +426,6 @@ def _send_task(worker: StartedWorker) -> None:
 def _name_running(workers: Sequence[int]) -> str:
     names = ", ".join(map(str, workers))
     return f"worker {names} still runs" if len(workers) == 1 else f"workers {names} still run"
-
-
-def _variables(task: WorkerTask) -> dict[str, str]:
-    """Return the variables that torchrun sets, for code that reads them, and keep Gloo on loopback."""
-    threads = str(task.threads)
-    port = task.master_port
-    place = place_variables(rank=task.rank, local_rank=task.worker, world_size=task.world_size, port=port)
-    own = {LAUNCHED: str(port), "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
-    return {**place, **own, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
 
 def _sleep(seconds: float) -> bool:

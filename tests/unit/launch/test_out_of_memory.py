@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.exits import OomKills, name_killer, read_oom_kills
+from lockstep.launch.exits import KillerNames, OomKills, name_killer, read_oom_kills
 
 V2 = {
     "proc/self/cgroup": "0::/user.slice/job.scope\n",
@@ -56,3 +56,15 @@ def test_the_killer_is_named(
 ) -> None:
     readings = [OomKills(group=group, host=host) for group, host in (before, after)]
     assert name_killer(*readings).startswith(expected)
+
+
+def test_workers_that_are_killed_together_have_one_killer() -> None:
+    # Of a whole control group that reached its limit, only the first was said to be ended by the kernel.
+    kills, now = [0], [0.0]
+    names = KillerNames(lambda: OomKills(group=kills[0], host=None), lambda: now[0])
+    now[0], kills[0] = 60.0, 2
+    assert names.name().startswith("by the kernel's")
+    now[0] = 60.1
+    assert names.name().startswith("by the kernel's")
+    now[0] = 120.0
+    assert not names.name().startswith("by the kernel's")
