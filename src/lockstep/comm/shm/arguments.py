@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from lockstep.comm.shm.arithmetic import Reduction
 
@@ -104,15 +103,3 @@ def read_allocation(size: int | Sequence[int], dtype: torch.dtype, device: torch
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"The shm backend allocates on the CPU, not on {device}. (LS207)")
     return torch.Size(sizes)
-
-
-def read_reduce_op(opts: Any) -> Any:
-    """Return the reduce operation of torch's options object, or the operation itself."""
-    if opts is None:
-        return ReduceOp.SUM
-    return getattr(opts, "reduceOp", opts)
-
-
-def read_root(opts: Any) -> int:
-    """Return the root of torch's options object, or the root itself."""
-    return int(opts if isinstance(opts, int) else getattr(opts, "rootRank", 0))

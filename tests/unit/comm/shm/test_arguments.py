@@ -1,12 +1,9 @@
 """Reading what torch hands a process group."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from lockstep.comm.shm.arguments import (
     check_alike,
@@ -18,8 +15,6 @@ from lockstep.comm.shm.arguments import (
     premultiply,
     read_list,
     read_one,
-    read_reduce_op,
-    read_root,
     write_back,
 )
 from lockstep.comm.shm.arithmetic import reduction
@@ -127,15 +122,3 @@ def test_outputs_of_another_kind_are_named() -> None:
 
 def test_a_message_is_described_without_its_shape() -> None:
     assert describe_message(ONE) == describe_message(ONE.T) == b"6 elements of float32"
-
-
-@pytest.mark.parametrize("value", [None, ReduceOp.SUM, dist.AllreduceOptions()], ids=["none", "kind", "options"])
-def test_the_operation_is_read_from_options(value: Any) -> None:
-    assert reduction(read_reduce_op(value), torch.float32).name == "sum"
-
-
-def test_the_root_is_read_from_options() -> None:
-    options = dist.BroadcastOptions()
-    options.rootRank = 3
-    assert read_root(options) == read_root(3) == 3
-    assert read_root(None) == 0
