@@ -139,12 +139,15 @@ def make_named(config: Config, key: str, *arguments: Any) -> Any:
 
 
 @contextmanager
-def _refused(said: str, code: str, advice: str = "") -> Iterator[None]:
-    """Turn the TypeError or ValueError with which a value of the config is refused into an error of the config."""
+def _refused(said: str, end: str) -> Iterator[None]:
+    """Turn the TypeError or ValueError with which a value of the config is refused into an error of the config.
+
+    `end` ends the message: advice, and the code.
+    """
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{said}: {error} {advice}({code})") from error
+        raise ConfigError(f"{said}: {error} {end}") from error
 
 
 def _find_streams(
@@ -152,7 +155,7 @@ def _find_streams(
 ) -> tuple[Dataset[Any], dict[str, Dataset[Any]]]:
     found: dict[str, Dataset[Any]] = {}
     for name, each in {"train": train, **others}.items():
-        with _refused(f"data is {config.data!r}, whose {name} set cannot be used", "LS806"):
+        with _refused(f"data is {config.data!r}, whose {name} set cannot be used", "(LS806)"):
             found[name] = as_stream(each) or each
     return found.pop("train"), found
 
@@ -236,7 +239,7 @@ def _numbers_of_samples(
         )
     if not hasattr(train_set, "__len__"):
         return None
-    with _refused(f"{key} is {value!r}, which cannot be used", "LS806"):
+    with _refused(f"{key} is {value!r}, which cannot be used", "(LS806)"):
         return read(_BALANCED if value == _BALANCED else _call(key, value, train_set), train_set)
 
 
@@ -272,7 +275,7 @@ def _build_trainer(
     loss: Loss,
     callbacks: Sequence[Callback],
 ) -> Trainer:
-    with _refused("The config cannot be used for training", "LS805"):
+    with _refused("The config cannot be used for training", "(LS805)"):
         if scheduler is not None:
             check_scheduler(scheduler, optimizer)
         return Trainer(
@@ -301,8 +304,8 @@ def _build_loader(
     config: Config, dataset: Dataset[Any], device: torch.device, *, shuffle: bool, **options: Any
 ) -> ShardedLoader:
     name = "train" if shuffle else "test"
-    advice = "The function returns (train, test), or (train, None). "
-    with _refused(f"data is {config.data!r}, whose {name} set cannot be used", "LS806", advice):
+    end = "The function returns (train, test), or (train, None). (LS806)"
+    with _refused(f"data is {config.data!r}, whose {name} set cannot be used", end):
         return make_loader(
             config,
             dataset,
@@ -330,7 +333,7 @@ def make_loader(config: Config, dataset: Dataset[Any], **options: Any) -> Sharde
 def build_optimizer(config: Config, model: nn.Module) -> Optimizer:
     trained: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.param_groups or config.no_decay:
-        with _refused("param_groups cannot be used", "LS807"):
+        with _refused("param_groups cannot be used", "(LS807)"):
             trained = parameter_groups(model, config.param_groups, no_decay=config.no_decay)
     optimizer: Optimizer = make_named(config, "optimizer", trained)
     for pattern, options in config.param_groups.items():
@@ -347,7 +350,7 @@ def build_scheduler(config: Config, optimizer: Optimizer, train_set: Any) -> Sch
     """Construct the scheduler, which the trainer or the loop steps; None without one, or if it is a callback."""
     if config.schedule is not None:
         steps = _count_steps(config, train_set)
-        with _refused(f"scheduler is {config.schedule!r}, which cannot be used", "LS807"):
+        with _refused(f"scheduler is {config.schedule!r}, which cannot be used", "(LS807)"):
             return make_schedule(
                 optimizer, config.schedule, num_steps=steps, warmup=config.warmup, **config.scheduler_args
             )
@@ -396,10 +399,10 @@ def build_callbacks(config: Config, optimizer: Optimizer) -> list[Callback]:
         found.append(SWA(config.swa.start_epoch))
     found += [_build_own(each) for each in config.callbacks]
     if config.scheduler == PLATEAU:
-        with _refused(f"scheduler is {PLATEAU!r}, which cannot be used", "LS807"):
+        with _refused(f"scheduler is {PLATEAU!r}, which cannot be used", "(LS807)"):
             found.append(ReduceLROnPlateau(optimizer, **config.scheduler_args))
     if config.early_stopping is not None:
-        with _refused("early_stopping cannot be used", "LS805"):
+        with _refused("early_stopping cannot be used", "(LS805)"):
             found.append(EarlyStopping(**config.early_stopping.model_dump()))
     if config.max_steps is not None:
         found.append(MaxSteps(config.max_steps))
@@ -417,7 +420,7 @@ def build_named(key: str, named: NamedObject) -> Any:
 
 def _build_own(named: NamedObject) -> Callback:
     made: Callback = build_named("callbacks", named)
-    with _refused(f"callbacks names {named!r}", "LS805"):
+    with _refused(f"callbacks names {named!r}", "(LS805)"):
         check_callback(made)
     return made
 
@@ -495,7 +498,7 @@ def build_metrics(config: Config, criterion: Criterion, device: torch.device) ->
     function = _as_metric(criterion, counters, has_accuracy=config.metric is None and "accuracy" not in counters)
     if not objects:
         return function, None
-    with _refused("metrics cannot be used together", "LS808"):
+    with _refused("metrics cannot be used together", "(LS808)"):
         return function, sys.modules["torchmetrics"].MetricCollection(objects).to(device)
 
 
