@@ -1,18 +1,31 @@
 """How a wrapper averages gradients over one group: the mean, the reducer, and what the ranks compare in each backward.
 
-It is made anew when the wrapper is connected to another group, and is not copied with the wrapper.
+`Averaging` is made anew when the wrapper is connected to another group, and is not copied with the wrapper. Here is
+also what is averaged otherwise: by ranks that have run out of inputs, and parameters that are kept out of the buckets.
+
+[Note: uneven inputs] Within `join`, per forward of the ranks that still have inputs, in this order; a joined rank takes
+part in each:
+
+    1 how many have inputs   all-reduce of ones (torch's Join)
+    2 what follows           all-reduce of two flags: buffers before this forward? a reduction after it?
+    3 buffers                from the highest rank that has inputs
+    4 the reduction          zeros, and used-parameter counts of zero
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, Self, final
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.comm import World, ordered_hook, ring_hook
+from lockstep.comm import World, broadcast_tensors, ordered_hook, ring_hook
+from lockstep.parallel.buffers import broadcast_model
 from lockstep.parallel.comparison import ComparisonOptions, RankComparison
 from lockstep.reduce import (
     CommHook,
@@ -22,6 +35,7 @@ from lockstep.reduce import (
     ReducerOptions,
     TrainedModel,
 )
+from lockstep.torch_private.autograd import queue_callback
 from lockstep.torch_private.modules import check_comm_hook
 
 
@@ -96,3 +110,151 @@ def leaves_ranks_equal(function: Callable[..., Any]) -> bool:
         return True
     module = getattr(function, "__module__", "") or ""
     return module.startswith("torch.distributed.algorithms.ddp_comm_hooks.") and "post_localSGD" not in module
+
+
+@final
+class WrapperJoinHook(JoinHook):
+    """Mirrors the collectives of a wrapper on a rank that has no inputs left."""
+
+    def __init__(self, uneven: "UnevenInputs", sync_buffers: Callable[[int], None], *, sends_buffers: bool) -> None:
+        super().__init__()
+        self._uneven = uneven
+        self._sync_buffers = sync_buffers
+        self._sends_buffers = sends_buffers
+
+    def main_hook(self) -> None:
+        """Mirror one forward and backward of the others (collective)."""
+        self._uneven.mirror_forward(self._sync_buffers)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take the final model (collective)."""
+        self._uneven.end(is_last_joiner=is_last_joiner, sends_buffers=self._sends_buffers)
+
+
+@final
+class UnevenInputs:
+    """A wrapper's part in `join`, on ranks with inputs and without."""
+
+    def __init__(self, model: TrainedModel, world: World, averaging: Averaging, device: torch.device) -> None:
+        assert world.group is not None
+        self._model = model
+        self._world = world
+        self._group = world.group
+        self._averaging = averaging
+        self._device = device
+
+    def begin(self, sync_buffers: Callable[[int], None], *, sends_buffers: bool) -> WrapperJoinHook:
+        """Begin with `join`; return what a rank without inputs does (each rank calls)."""
+        self._averaging.set_joining(True)
+        return WrapperJoinHook(self, sync_buffers, sends_buffers=sends_buffers)
+
+    def divide_by(self, num_ranks: int) -> None:
+        """Let the next mean be over so many ranks (each rank calls)."""
+        self._averaging.mean.divide_by(num_ranks)
+
+    def begin_forward(self, *, sends_buffers: bool, reduces: bool) -> int | None:
+        """Say to ranks without inputs what this forward does; return the rank whose buffers are sent (collective)."""
+        self._exchange_forward(buffers=sends_buffers, reduction=reduces and self._averaging.reducer is not None)
+        return self._highest_rank(is_candidate=True) if sends_buffers else None
+
+    def mirror_forward(self, sync_buffers: Callable[[int], None]) -> None:
+        """Take part in a forward and backward of the others without inputs (collective)."""
+        buffers, reduction = self._exchange_forward(buffers=False, reduction=False)
+        if buffers:
+            sync_buffers(self._highest_rank(is_candidate=False))
+        if reduction and self._averaging.reducer is not None:
+            self._averaging.reducer.reduce_nothing()
+
+    def end(self, *, is_last_joiner: bool, sends_buffers: bool) -> None:
+        """Take the model of a rank that joined last (collective)."""
+        source = self._highest_rank(is_candidate=is_last_joiner)
+        broadcast_model(self._model, self._group, source, with_buffers=sends_buffers)
+        self.divide_by(self._world.world_size)
+        self._averaging.set_joining(False)
+
+    def _exchange_forward(self, *, buffers: bool, reduction: bool) -> tuple[bool, bool]:
+        """Return whether any rank sends buffers before this forward, and reduces after it (collective)."""
+        flags = torch.tensor([float(buffers), float(reduction)], device=self._device)
+        dist.all_reduce(flags, group=self._group)
+        any_buffers, any_reduction = flags.tolist()
+        return any_buffers > 0, any_reduction > 0
+
+    def _highest_rank(self, *, is_candidate: bool) -> int:
+        """Return the highest rank of the group that is a candidate (collective; at least one rank is)."""
+        own = torch.tensor([self._group.rank() if is_candidate else -1], device=self._device)
+        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._group)
+        return int(own.item())
+
+
+def check_delayed(
+    named: Iterable[tuple[str, nn.Parameter]] | None, trigger: Tensor | None
+) -> list[tuple[str, nn.Parameter]]:
+    if (named is None) != (trigger is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time. (LS303)"
+        )
+    return list(named or ())
+
+
+@final
+class DelayedParameters:
+    """Parameters that `delay_all_reduce_named_params` keeps out of the buckets: on one device, and of one dtype.
+
+    This is for embedding tables whose gradients are not complete before a certain point of the backward: they lie in
+    one buffer, which is reduced when the gradient of `trigger` arrives.
+    """
+
+    def __init__(self, module: nn.Module, named: Mapping[str, nn.Parameter], trigger: Tensor, world: World) -> None:
+        assert world.group is not None
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._names = list(named)
+        self._trigger_name = names.get(id(trigger), "")
+        self._parameters = list(named.values())
+        self._world = world
+        first = self._parameters[0]
+        sizes = [each.numel() for each in self._parameters]
+        self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        parts = self._buffer.split(sizes)
+        self._places = [part.view(each.shape) for part, each in zip(parts, self._parameters, strict=True)]
+        trigger.register_hook(self._reduce)
+
+    @classmethod
+    def of_names(cls, module: nn.Module, names: Sequence[str], trigger_name: str, world: World) -> Self:
+        """Return those of a copied module, from `names_for_copy`."""
+        named = dict(module.named_parameters())
+        return cls(module, {name: named[name] for name in names}, named[trigger_name], world)
+
+    def names_for_copy(self) -> tuple[list[str], str]:
+        """Return what a copy of the module needs to delay the same parameters: their names, and that of the trigger."""
+        if not self._trigger_name:
+            raise RuntimeError(
+                "This wrapper cannot be copied or saved: its param_to_hook_all_reduce is no parameter of the module, "
+                "so a copy would not have it. Copy the module, and wrap the copy. (LS324)"
+            )
+        return self._names, self._trigger_name
+
+    def move_to(self, world: World) -> None:
+        """Average over the ranks of another group from now on (each rank calls)."""
+        self._world = world
+
+    def broadcast(self) -> None:
+        """Overwrite the parameters with rank 0's (collective)."""
+        assert self._world.group is not None
+        broadcast_tensors(zip(self._names, self._parameters, strict=True), self._world.group)
+
+    def prepare(self) -> None:
+        """Let `.grad` of each parameter lie in the buffer; called before its backward."""
+        if all(each.grad is None for each in self._parameters):
+            self._buffer.zero_()
+        for each, place in zip(self._parameters, self._places, strict=True):
+            if each.grad is None:
+                each.grad = place
+                place.zero_()
+
+    def _reduce(self, _gradient: Tensor) -> None:
+        if not self._world.has_group:
+            return
+        self._buffer.div_(self._world.world_size)
+        work = dist.all_reduce(self._buffer, group=self._world.group, async_op=True)
+        assert work is not None
+        queue_callback(work.wait)  # at the end of this backward

@@ -40,7 +40,11 @@ from lockstep.parallel.arguments import (
 )
 from lockstep.parallel.averaging import (
     Averaging,
+    DelayedParameters,
+    UnevenInputs,
+    WrapperJoinHook,
     built_in_hook,
+    check_delayed,
     check_hook,
     check_options,
 )
@@ -54,8 +58,6 @@ from lockstep.parallel.buffers import (
     send_no_buffers,
 )
 from lockstep.parallel.comparison import ComparisonOptions, compare_at_start, number_model
-from lockstep.parallel.delayed import DelayedParameters, check_delayed
-from lockstep.parallel.joining import UnevenInputs, WrapperJoinHook
 from lockstep.parallel.torch_names import Statistics, TorchNames, arguments_from_torch, describe_shared_arguments
 from lockstep.reduce import CommHook, ReducerOptions, TrainedModel, check_same_model
 from lockstep.torch_private.compiler import disable_compiler

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.parallel import DistributedDataParallel
-from lockstep.plugins.lightning_group import make_group
+from lockstep.plugins import make_group
 
 try:
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry

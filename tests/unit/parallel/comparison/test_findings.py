@@ -25,8 +25,13 @@ import lockstep as ls
 from lockstep.comm import World
 from lockstep.errors import ReductionError
 from lockstep.parallel.comparison import optimizers, order, values
-from lockstep.parallel.comparison.data import DataSamplers, LoaderPositions, SameDataWarning, UnevenBatchWarning
-from lockstep.parallel.comparison.data_items import describe_items
+from lockstep.parallel.comparison.data import (
+    DataSamplers,
+    LoaderPositions,
+    SameDataWarning,
+    UnevenBatchWarning,
+    describe_items,
+)
 from lockstep.parallel.comparison.forwards import _describe
 from lockstep.parallel.comparison.optimizers import (
     HeldParameters,
