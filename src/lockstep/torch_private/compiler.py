@@ -36,9 +36,10 @@ def skip_frames(code: CodeType) -> None:
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
-def mark_uncompiled(function: Callable[..., object]) -> None:
+def mark_uncompiled(function: _Function) -> _Function:
     """Mark a function as `torch.compiler.disable` does: compiled code breaks off at the call and goes on behind it."""
     vars(function)["_torchdynamo_disable"] = True
+    return function
 
 
 def is_compiled_module(module: nn.Module) -> bool:

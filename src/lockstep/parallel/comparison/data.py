@@ -30,12 +30,10 @@ one of each rank or host; options, among them a rank; tensors that were written 
 what a sampler that is made into a data set has drawn.
 """
 
-import gc
 import os
-import warnings
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from itertools import chain
 from math import gcd
@@ -55,10 +53,10 @@ from lockstep.parallel.comparison.check import (
     Lines,
     Reduced,
     Scope,
+    find_objects,
     others_than_first,
     warn_once,
 )
-from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce import GroupStatus, RankStatus
 from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.model import Description, describe_differences
@@ -114,9 +112,10 @@ class UnevenBatchWarning(Check):
         if len(set(backwards)) > 1 and _are_as_large_each(status):
             is_first, self._last_backwards = self._last_backwards != backwards, backwards
             if not is_first:  # a second time, so that a last, shorter accumulation is not warned of alone
-                self._warn(_describe_sizes(status) if status.uneven_batch_sizes else _describe_accumulation(backwards))
+                self._warn(status)
             return
-        ratio = _reduce_ratio(status.batch_sizes)
+        divisor = gcd(*status.batch_sizes) or 1
+        ratio = tuple(size // divisor for size in status.batch_sizes)
         is_first, was_even = not self._recent, self._is_even
         is_next = ratio in self._recent or (not is_first and was_even)
         before, self._sizes = self._sizes, status.batch_sizes
@@ -125,12 +124,15 @@ class UnevenBatchWarning(Check):
         if status.uneven_batch_sizes:
             self._uneven.add(ratio)
             if is_next:
-                self._warn(_describe_sizes(status))
+                self._warn(status)
             self._is_done = self._is_done or len(self._uneven) > 1  # they vary. [Note: what is a batch]
 
-    def _warn(self, text: str) -> None:
+    def _warn(self, status: GroupStatus) -> None:
         self._is_done = True
-        warnings.warn(text, stacklevel=stacklevel_of_user())
+        if status.uneven_batch_sizes:
+            _warn_of_sizes(status)
+        else:
+            _warn_of_accumulation(status.nums_backwards)
 
 
 @final
@@ -152,7 +154,12 @@ class SameDataWarning(Check):
 
     def end_forward(self, inputs: Any) -> None:
         if self._is_looking and not is_inside_transform():
-            self.note_inputs(tree_leaves(inputs))
+            tensors = [
+                value
+                for value in tree_leaves(inputs)
+                if type(value) is Tensor and value.device.type == "cpu" and value.numel() > 0
+            ]
+            self._inputs = _shorten(glance_at_bits(*tensors)) if tensors else 0
 
     def look_at(self, bucket: Bucket) -> None:
         if self._is_looking and not bucket.message.is_sparse and bool(bucket.gradients.any()):
@@ -167,12 +174,6 @@ class SameDataWarning(Check):
         if reduction is not None:
             self._is_looking = self._may_read and reduction.number % _NUM_BETWEEN_DATA < _NUM_WITH_DATA
             self.compare(reduction.status)
-
-    def note_inputs(self, values: Iterable[Any]) -> None:
-        tensors = [
-            value for value in values if type(value) is Tensor and value.device.type == "cpu" and value.numel() > 0
-        ]
-        self._inputs = _shorten(glance_at_bits(*tensors)) if tensors else 0
 
     def compare(self, status: GroupStatus) -> None:
         if self._has_warned or status.empty or not any(status.gradients):
@@ -196,11 +197,6 @@ class SameDataWarning(Check):
         )
 
 
-def _reduce_ratio(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    divisor = gcd(*sizes)
-    return tuple(size // divisor for size in sizes) if divisor else sizes
-
-
 def _is_multiple(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
     """Return whether even sizes differ by a number of forwards, as far as can be seen."""
     return not before or max(before[0], now[0]) % min(before[0], now[0]) == 0
@@ -217,17 +213,17 @@ def _shorten(number: int) -> int:
     return 1 + number % (FINGERPRINT_LIMIT - 1) if number else 0
 
 
-def _describe_sizes(status: GroupStatus) -> str:
+def _warn_of_sizes(status: GroupStatus) -> None:
     sizes = status.batch_sizes
     most, least = max(sizes), min(size for size in sizes if size > 0)
-    return (
+    warn_once(
         f"In one step rank {sizes.index(most)} trained on {most} samples{_backwards(status, sizes.index(most))} and "
         f"rank {sizes.index(least)} on {least}{_backwards(status, sizes.index(least))}, by the first dimension of the "
         "inputs. DistributedDataParallel averages the ranks' gradients, so a sample of the smaller batch counts for "
         "more. Give every rank the same number (DistributedSampler with drop_last, a DataLoader with drop_last=True, "
-        "as many micro-batches), or train with ls.Trainer, which weights by samples. If that "
-        "dimension is not the batch, or the loss is weighted already, ignore this warning: "
-        'warnings.filterwarnings("ignore", message="In one step rank"). It is given once. (LS314)'
+        "as many micro-batches), or train with ls.Trainer, which weights by samples. (LS314)",
+        "In one step rank",
+        if_meant="If that dimension is not the batch, or the loss is weighted already",
     )
 
 
@@ -236,13 +232,13 @@ def _backwards(status: GroupStatus, rank: int) -> str:
     return "" if len(set(status.nums_backwards)) == 1 else f" in {number} backward{'' if number == 1 else 's'}"
 
 
-def _describe_accumulation(backwards: Sequence[int]) -> str:
+def _warn_of_accumulation(backwards: Sequence[int]) -> None:
     most, least = max(backwards), min(backwards)
-    return (
+    warn_once(
         f"In one step rank {backwards.index(most)} accumulated the gradients of {most} backwards and rank "
         f"{backwards.index(least)} those of {least}. DistributedDataParallel averages the ranks' gradients, whatever "
-        "they are sums of. Accumulate over as many micro-batches on every rank, or weight the loss. This warning is "
-        'given once; warnings.filterwarnings("ignore", message="In one step rank") leaves it out. (LS314)'
+        "they are sums of. Accumulate over as many micro-batches on every rank, or weight the loss. (LS314)",
+        "In one step rank",
     )
 
 
@@ -258,11 +254,7 @@ class LoaderPositions(Check):
         self._offsets: tuple[int, ...] = ()
         self._num_alike = self._num_fruitless = self._last = self._num_reductions = 0
 
-    def record(self) -> tuple[int, ...]:
-        return self.describe()
-
     def judge(self, found: Sequence[tuple[int, ...]], lines: Sequence[Lines]) -> None:  # noqa: ARG002
-        """Warn if a rank stays ahead."""
         self.compare(found, self._num_reductions + 1)
 
     def reset(self, reduction: Reduced | None) -> None:
@@ -272,18 +264,16 @@ class LoaderPositions(Check):
 
     def look(self, num_reductions: int) -> None:
         """Look for the iterators, if there may be others; before `number` (local)."""
-        if self._is_over or num_reductions < _FIRST_LOOK or any(map(_is_there, self._iterators)):
+        is_found = any(reference() is not None for reference in self._iterators)
+        if self._is_over or num_reductions < _FIRST_LOOK or is_found:
             return
         spans = num_reductions // _NUM_BETWEEN
         if self._num_looks < _NUM_LOOKS + (spans if self._has_found else spans.bit_length()):
             self._num_looks += 1
-            objects = gc.get_objects()
-            kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, LoaderIterator)}
-            found = [each for each in objects if type(each) in kinds] if kinds else []
-            self._iterators = [weakref.ref(each) for each in found]
-            self._has_found = self._has_found or bool(found)
+            self._iterators = [weakref.ref(each) for each in find_objects(LoaderIterator)]
+            self._has_found = self._has_found or bool(self._iterators)
 
-    def describe(self) -> tuple[int, ...]:
+    def record(self) -> tuple[int, ...]:
         """Return how many batches each of them has yielded; nothing where that is not compared (local)."""
         if self._is_over:
             return ()
@@ -291,10 +281,10 @@ class LoaderPositions(Check):
         return tuple(sorted(count for count in counts if count > 0))
 
     def number(self) -> int:
-        return hash(self.describe())
+        return hash(self.record())
 
     def compare(self, positions: Sequence[tuple[int, ...]], num_reductions: int) -> None:
-        """Warn if a rank stays ahead; called where the ranks have exchanged what they are to compare (local)."""
+        """Warn if a rank stays ahead."""
         if self._is_over or len(set(positions)) == 1:
             return
         self._num_fruitless += 1
@@ -314,19 +304,15 @@ class LoaderPositions(Check):
         offset = offsets[rank - 1]
         ahead, behind = (rank, 0) if offset > 0 else (0, rank)
         batches = "1 batch" if abs(offset) == 1 else f"{abs(offset)} batches"
-        warnings.warn(
+        warn_once(
             f"In {_NUM_ALIKE} backwards in a row rank {ahead} had drawn {batches} more from its DataLoader than rank "
             f"{behind}. It has skipped a batch before its forward (an error of the data, `continue`), or has had a "
             "longer or shorter epoch; it will be done before the others, which then wait for it. Call "
             "model.skip_backward() in place of backward() where a batch is left out, or leave it out on every rank. "
-            "If a thread of yours draws batches ahead of the training, ignore this warning: "
-            'warnings.filterwarnings("ignore", message="In 3 backwards in a row rank"). It is given once. (LS318)',
-            stacklevel=stacklevel_of_user(),
+            "(LS318)",
+            f"In {_NUM_ALIKE} backwards in a row rank",
+            if_meant="If a thread of yours draws batches ahead of the training",
         )
-
-
-def _is_there(reference: "weakref.ref[Any]") -> bool:
-    return reference() is not None
 
 
 @final
@@ -346,13 +332,9 @@ class DataSamplers(Check):
         self._is_asked = True
 
     def find(self) -> None:
-        # By their types, of which there are few; not by `isinstance`, which runs the code of objects that stand for
-        # others.
-        objects = gc.get_objects()
-        kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, DistributedSampler)}
-        found = [each for each in objects if type(each) in kinds and _is_complete(each)] if kinds else []
+        found: list[DistributedSampler[Any]] = list(filter(_is_complete, find_objects(DistributedSampler)))
         # Not the DataLoader, which may be gone: its iterator holds this and not the loader.
-        cut = [each for each in objects if type(each) is BatchSampler] if found else []
+        cut = find_objects(BatchSampler) if found else []
         self._batch_size = max(
             (each.batch_size for each in cut if any(each.sampler is one for one in found)), default=0
         )

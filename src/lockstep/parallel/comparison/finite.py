@@ -21,7 +21,7 @@ import logging
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, final
 
@@ -48,6 +48,9 @@ NONFINITE_ADVICE: Final = (
 class FiniteCheck(Check, ABC):
     """Looks for gradients that are not finite, on one rank; its number travels in a field of its own."""
 
+    num_backwards_late = 0
+    """How many backwards later all ranks learn what was found."""
+
     def __init__(self, nonfinite: Literal["stop", "skip"]) -> None:
         self._skips = nonfinite == "skip"
         self._names: list[str] = []
@@ -64,15 +67,12 @@ class FiniteCheck(Check, ABC):
 
     def reset(self, reduction: Reduced | None) -> None:
         if reduction is not None:
-            self.note(reduction.status, reduction.number)
+            backward = reduction.number - self.num_backwards_late
+            self._found = describe_nonfinite(reduction.status, self._names, backward)
 
     @abstractmethod
     def take_number(self) -> int:
-        """Return the number of the first parameter that was found, from 1 on; 0 for none (local)."""
-
-    @abstractmethod
-    def note(self, status: GroupStatus, num_reductions: int) -> None:
-        """Note what was found on all ranks in a reduction (local)."""
+        """Return the number of the first parameter that was found, from 1 on; 0 for none."""
 
     @abstractmethod
     def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
@@ -108,9 +108,6 @@ class FiniteGradients(FiniteCheck):
         number, self._own = self._own, 0
         return number
 
-    def note(self, status: GroupStatus, num_reductions: int) -> None:
-        self._found = describe_nonfinite(status, self._names, num_reductions)
-
     def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         if not self._found or getattr(optimizer, "found_inf", None) is not None:
             return  # a fused optimizer is given what a GradScaler has found
@@ -140,18 +137,26 @@ def describe_nonfinite(status: GroupStatus, names: Sequence[str], backward: int)
 class _LaunchedUpdate:
     """A step that was launched before the host knew whether its gradients were finite."""
 
-    read: Callable[[], Sequence[bool]]
-    """Returns whether the gradient of each parameter was finite."""
+    largest: Tensor
+    """The largest magnitude in each gradient, on the host after `arrival`."""
+    arrival: torch.Event
     parameters: Sequence[nn.Parameter]
     """Those that had a gradient."""
     is_left_out: bool
-    """Whether the device left the step out if they were not."""
+    """Whether the device left the step out if one was not finite."""
     line: CodeLine
+
+    def read(self) -> Sequence[bool]:
+        """Return whether the gradient of each parameter was finite, when that has arrived."""
+        self.arrival.synchronize()
+        return [math.isfinite(value) for value in self.largest.tolist()]
 
 
 @final
 class FiniteGradientsOnDevice(FiniteCheck):
     """Looks for gradients that are not finite, without a wait."""
+
+    num_backwards_late = 1
 
     def __init__(self, nonfinite: Literal["stop", "skip"]) -> None:
         super().__init__(nonfinite)
@@ -179,7 +184,6 @@ class FiniteGradientsOnDevice(FiniteCheck):
             self._devices.add(largest.device)
 
     def take_number(self) -> int:
-        """Return the number of the first parameter that was found in the backward before; 0 for none (local)."""
         before, looked = self._before, self._looked
         self._before, self._looked = None, []
         if looked:
@@ -195,10 +199,6 @@ class FiniteGradientsOnDevice(FiniteCheck):
                     return self._numbers.get(name, 0)
         return 0
 
-    def note(self, status: GroupStatus, num_reductions: int) -> None:
-        """Note what was found on all ranks in the reduction before (local)."""
-        self._found = describe_nonfinite(status, self._names, num_reductions - 1)
-
     def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         """Judge the last step of this optimizer, and launch a look at this one."""
         self._unmark(optimizer)
@@ -211,7 +211,11 @@ class FiniteGradientsOnDevice(FiniteCheck):
         largest = _largest([each.grad for each in held if each.grad is not None])
         can_be_left_out = self._can_be_left_out(optimizer, held)
         step = _LaunchedUpdate(
-            read=_start_copy(largest), parameters=held, is_left_out=can_be_left_out, line=user_line()
+            largest=_copy_to_host(largest),
+            arrival=_record_event(largest.device),
+            parameters=held,
+            is_left_out=can_be_left_out,
+            line=user_line(),
         )
         if can_be_left_out:
             mark = (~largest.isfinite().all()).float()
@@ -282,21 +286,9 @@ def _largest(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _copy_to_host(largest: Tensor) -> Tensor:
-    """Start to copy to pinned memory; it is complete after an event that is recorded now."""
+    """Start to copy to pinned memory; it has arrived after an event that is recorded now."""
     on_host = torch.empty(largest.shape, pin_memory=True)
     return on_host.copy_(largest, non_blocking=True)
-
-
-def _start_copy(largest: Tensor) -> Callable[[], Sequence[bool]]:
-    """Start to copy to pinned memory; return what waits for it and reads which are finite."""
-    on_host = _copy_to_host(largest)
-    event = _record_event(largest.device)
-
-    def read() -> Sequence[bool]:
-        event.synchronize()
-        return [math.isfinite(value) for value in on_host.tolist()]
-
-    return read
 
 
 def _record_event(device: torch.device) -> torch.Event:

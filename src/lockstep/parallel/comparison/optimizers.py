@@ -14,7 +14,6 @@ The other mistake of this kind is an optimizer that holds the parameters of a co
 arrives there, and the parameters that get one are in no optimizer.
 """
 
-import gc
 import warnings
 import weakref
 import zlib
@@ -37,10 +36,9 @@ from lockstep.parallel.comparison.check import (
     Check,
     Lines,
     Scope,
+    find_objects,
 )
-from lockstep.parallel.comparison.values import (
-    ReplicaValues,
-)
+from lockstep.parallel.comparison.values import ReplicaValues
 from lockstep.processes.user_line import NO_LINE, CodeLine, stacklevel_of_user, user_line
 from lockstep.reduce.current_plan import has_place
 from lockstep.reduce.model import Description, describe_options
@@ -142,10 +140,7 @@ _HELD: Final["weakref.WeakKeyDictionary[Optimizer, Sequence[nn.Parameter]]"] = w
 
 def has_optimizer(parameters: Collection[int]) -> bool:
     """Return whether an optimizer of this process holds a parameter with one of these ids (local; it takes long)."""
-    # By their types, of which there are few; not by `isinstance`, which runs the code of objects that stand for others.
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Optimizer)}
-    groups = chain.from_iterable(getattr(each, "param_groups", ()) for each in objects if type(each) in kinds)
+    groups = chain.from_iterable(getattr(each, "param_groups", ()) for each in find_objects(Optimizer))
     return any(id(parameter) in parameters for group in groups for parameter in group["params"])
 
 
@@ -187,14 +182,11 @@ class OptimizerSteps:
         self.num_steps = 0
         self.owned: set[int] = set()
         self.line: CodeLine = NO_LINE
-        self._running: list[int] = []
+        self.running: list[int] = []
+        """Ids of the optimizers whose steps have begun: the last one within the one before it."""
         self._stepped: list[weakref.ref[Optimizer]] = []
         self._options: weakref.WeakKeyDictionary[Optimizer, _NumberedOptions] = weakref.WeakKeyDictionary()
-        self._held: weakref.WeakKeyDictionary[Optimizer, HeldParameters] = weakref.WeakKeyDictionary()
-
-    @property
-    def is_stepping(self) -> bool:
-        return bool(self._running)
+        self.held: weakref.WeakKeyDictionary[Optimizer, HeldParameters] = weakref.WeakKeyDictionary()
 
     @property
     def stepped(self) -> list[Optimizer]:
@@ -205,11 +197,11 @@ class OptimizerSteps:
         self, optimizer: Optimizer, known: Collection[int], ignored: Collection[int] = ()
     ) -> HeldParameters:
         """Return the parameters of an optimizer: those whose ids are `known`, and the others (local)."""
-        before = self._held.get(optimizer)
+        before = self.held.get(optimizer)
         held = _HELD.get(optimizer)
         if before is None or held is None or before.all is not held:
             held = _HELD.setdefault(optimizer, _list_parameters(optimizer)) if held is None else held
-            before = self._held[optimizer] = HeldParameters(
+            before = self.held[optimizer] = HeldParameters(
                 all=held,
                 known=[each for each in held if id(each) in known],
                 # Not those whose parts lie on several ranks, which a DTensor is.
@@ -222,22 +214,20 @@ class OptimizerSteps:
             self.owned.update(map(id, before.known))
         return before
 
-    def forget_parameters(self) -> None:
-        """Look anew which parameters the optimizers have (local)."""
-        self._held.clear()
-
     def begin(self, optimizer: Optimizer) -> None:
-        if id(optimizer) in self._running:  # its last step has failed
-            self._running = self._running[: self._running.index(id(optimizer))]
+        self._leave(optimizer)  # its last step may have failed
         self.line = user_line()
-        if not self._running and all(reference() is not optimizer for reference in self._stepped):
+        if not self.running and all(reference() is not optimizer for reference in self._stepped):
             self._stepped.append(weakref.ref(optimizer))
-        self._running.append(id(optimizer))
+        self.running.append(id(optimizer))
 
     def end(self, optimizer: Optimizer) -> None:
-        if id(optimizer) in self._running:
-            self._running = self._running[: self._running.index(id(optimizer))]
-        self.num_steps += not self._running
+        self._leave(optimizer)
+        self.num_steps += not self.running
+
+    def _leave(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self.running:
+            del self.running[self.running.index(id(optimizer)) :]
 
     def begin_anew(self) -> None:
         """Forget the steps: there was a reduction (local)."""
@@ -251,10 +241,6 @@ class OptimizerSteps:
     def describe(self, names: Mapping[int, str]) -> tuple[Description, ...]:
         """Return these options in words, and which parameters they are for; `names` by identity (local)."""
         return tuple({**describe_options(each), **_describe_groups(each.param_groups, names)} for each in self.stepped)
-
-    def describe_states(self) -> tuple[Mapping[str, int], ...]:
-        """Return a number for each kind of entry of their states, as `exp_avg` is one (local)."""
-        return tuple(map(_sum_up_state, self.stepped))
 
     def _number_of_options(self, optimizer: Optimizer) -> int:
         values = [value for group in optimizer.param_groups for value in group.values()]
@@ -289,7 +275,8 @@ def _key(value: object) -> object:
     return (id(value), version_of(value)) if isinstance(value, Tensor) else value
 
 
-def _sum_up_state(optimizer: Optimizer) -> dict[str, int]:
+def sum_up_state(optimizer: Optimizer) -> dict[str, int]:
+    """Return a number for each kind of entry of an optimizer's state, as `exp_avg` is one."""
     sums: dict[str, int] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -460,15 +447,10 @@ def _describe(alive: Sequence[tuple[str, nn.Parameter]]) -> dict[str, str]:
     """Return by place what messages call each parameter: by its module, and by its place in the optimizer."""
     owners: dict[int, str] = {}
     wanted = {id(parameter) for _, parameter in alive}
-    # One look at all objects, for it takes long. By their types, of which there are few; not by `isinstance`, which
-    # runs the code of objects that stand for others.
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Module)}
-    for owner in objects:
-        if type(owner) in kinds:
-            for name, each in parameter_registry(owner).items():
-                if id(each) in wanted:
-                    owners.setdefault(id(each), f"{name} of a {type(owner).__name__}, ")
+    for owner in find_objects(nn.Module):
+        for name, each in parameter_registry(owner).items():
+            if id(each) in wanted:
+                owners.setdefault(id(each), f"{name} of a {type(owner).__name__}, ")
     found = {}
     for place, parameter in alive:
         shape = "x".join(map(str, parameter.shape)) or "scalar"

@@ -92,7 +92,7 @@ class WrappedModel:
         self.longest_pause = 0.0
         self.forwards = TrainingForwards()
         self.optimizers = OptimizerSteps()
-        self.reducer: Callable[[], Reducer | None] = _no_reducer
+        self.reducer: Callable[[], Reducer | None] = lambda: None
         self._last_begun = 0.0
 
     @property
@@ -323,7 +323,7 @@ class ModelOrder(Check):
     """Compares whose backward each rank runs, and in which order it has wrapped its models."""
 
     def __init__(self, model: TrainedModel, wrapped: WrappedModels, number: int, *, compares_names: bool) -> None:
-        self.wrapper: Callable[[], nn.Module | None] = _no_wrapper
+        self.wrapper: Callable[[], nn.Module | None] = lambda: None
         self._model = model
         self._wrapped = wrapped
         self._entry = wrapped.model(number)
@@ -416,11 +416,3 @@ def _describe_model(model: TrainedModel, number: int) -> str:
         f"wrapped model {number} ({type(model.module).__name__} with {len(model.trained)} trained parameters, "
         f"{first.name} of {shape} the first)"
     )
-
-
-def _no_reducer() -> None:
-    """Return no reducer: none is known."""
-
-
-def _no_wrapper() -> None:
-    """Return no wrapper: none is known."""

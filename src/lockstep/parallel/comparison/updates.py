@@ -24,7 +24,13 @@ from lockstep.parallel.comparison.check import (
     warn_once,
 )
 from lockstep.parallel.comparison.finite import FiniteCheck
-from lockstep.parallel.comparison.optimizers import IdleOptimizers, OptimizerSteps, OutsideParameters, has_optimizer
+from lockstep.parallel.comparison.optimizers import (
+    IdleOptimizers,
+    OptimizerSteps,
+    OutsideParameters,
+    has_optimizer,
+    sum_up_state,
+)
 from lockstep.parallel.comparison.values import (
     HandAveraging,
     ReplicaValues,
@@ -82,7 +88,7 @@ class WatchedSteps(Check):
         may_read: bool,
     ) -> None:
         self.optimizers = OptimizerSteps()
-        self.values = ReplicaValues(list_parameters, self._has_optimizer, may_read=may_read)
+        self.values = ReplicaValues(list_parameters, lambda: has_optimizer(self._names.keys()), may_read=may_read)
         self._gradients = gradients
         self._finite = finite
         self._outside = outside
@@ -100,7 +106,7 @@ class WatchedSteps(Check):
         self._has_warned = False
 
     def know(self, named: Sequence[tuple[str, nn.Parameter]], module: nn.Module | None) -> None:
-        self.optimizers.forget_parameters()
+        self.optimizers.held.clear()
         self._names = {id(parameter): name for name, parameter in named}
         self._ignored = set() if module is None else set(map(id, module.parameters()))
         self._trained = {name: parameter for name, parameter in named if parameter.requires_grad}
@@ -120,7 +126,7 @@ class WatchedSteps(Check):
             gradients=self._gradient_number,
             values=values,
             were_moved=self.values.were_moved,
-            states=self.optimizers.describe_states(),
+            states=tuple(map(sum_up_state, self.optimizers.stepped)),
             instructions=torch.backends.cpu.get_cpu_capability(),
         )
 
@@ -179,7 +185,7 @@ class WatchedSteps(Check):
             self.optimizers.end(optimizer)
             self._finite.after_step(optimizer)
             self._gradients.note_step()
-            if not self.optimizers.is_stepping:
+            if not self.optimizers.running:
                 self.values.end_update(reads=self.is_compared)
             self._num_reduced = self._num_reduced if reducer is None else reducer.num_reductions
 
@@ -192,9 +198,6 @@ class WatchedSteps(Check):
         self._local_after = reducer.num_reductions
         if self._num_local_updates >= _NUM_LOCAL_UPDATES:
             self._warn_of_local_gradients(reducer)
-
-    def _has_optimizer(self) -> bool:
-        return has_optimizer(self._names.keys())
 
     def _warn_of_rounding(self, rank: int, name: str, here: Value, there: Value) -> None:
         warn_once(

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,6 @@ from lockstep.reduce.plan import ALIGNMENT_BYTES
 from lockstep.torch_private.compiler import (
     forget_compiled_call,
     is_compiled_module,
-    keep_compiler_out,
-    mark_uncompiled,
     original_of_compiled,
 )
 from lockstep.torch_private.modules import (
@@ -64,7 +62,8 @@ BUCKET_BYTES = 25 << 20
 _PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 _BINDING = (MethodType, partial)
 _SETATTR: Any = nn.Module.__setattr__
-_Method = TypeVar("_Method", bound=Callable[..., object])
+_Fill = Callable[[Sequence[Tensor]], list[Tensor]]
+"""Copies the values of tensors to another device; returns tensors that each have a version counter of their own."""
 
 
 @final
@@ -90,7 +89,7 @@ class Copies:
             for number, bucket in enumerate(buckets):
                 members = [tensors[i] for i in bucket]
                 targets = [
-                    self._target(number, replica, devices[replica], members) for replica in range(1, len(devices))
+                    self._find_memory(number, replica, devices[replica], members) for replica in range(1, len(devices))
                 ]
                 if members[0].requires_grad and torch.is_grad_enabled():
                     results = _broadcast(targets, *members)
@@ -103,16 +102,14 @@ class Copies:
                 del self._kept[key]
         return spread
 
-    def _target(
-        self, bucket: int, replica: int, device: torch.device, members: Sequence[Tensor]
-    ) -> "_KeptMemory | _FreshMemory":
-        if not _is_plain(members[0]):
-            return _FreshMemory(device)
+    def _find_memory(self, bucket: int, replica: int, device: torch.device, members: Sequence[Tensor]) -> _Fill:
+        if not _is_plain(members[0]):  # it cannot be packed: sparse, with overlapping strides, or of a tensor subclass
+            return lambda tensors: [each.detach().to(device, copy=True) for each in tensors]
         layout = _FlatLayout.of(members, device)
         kept = self._kept.get((bucket, replica))
         if kept is None or kept.layout != layout or not kept.is_unused():
             kept = self._kept[bucket, replica] = _KeptMemory(layout)
-        return kept
+        return kept.fill
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "Copies":
         return Copies()
@@ -165,44 +162,29 @@ class _KeptMemory:
         self._own_references = self._count_references()
 
     def is_unused(self) -> bool:
-        """Whether only this object references the memory; [Note: kept memory]."""
+        """Return whether only this object references the memory; [Note: kept memory]."""
         return self._count_references() == self._own_references
 
     def fill(self, members: Sequence[Tensor]) -> list[Tensor]:
-        """Copy the values of `members`; return tensors that each have a version counter of their own."""
         source = members[0].device
+        may_overlap = self.layout.device.type != "cpu"  # code on the CPU could read the values before they arrive
         if source == self.layout.device or len(members) == 1:
-            foreach_copy_(self._views, list(members), non_blocking=self._may_overlap)
+            foreach_copy_(self._views, list(members), non_blocking=may_overlap)
         else:  # one transfer instead of one per tensor
             staging = torch.empty(self.layout.num_elements, dtype=self.layout.dtype, device=source)
             foreach_copy_(self.layout.views(staging), list(members))
-            self._flat.copy_(staging, non_blocking=self._may_overlap)
+            self._flat.copy_(staging, non_blocking=may_overlap)
         return [view.data for view in self._views]
-
-    @property
-    def _may_overlap(self) -> bool:
-        return self.layout.device.type != "cpu"  # code on the CPU could read the values before they arrive
 
     def _count_references(self) -> int:
         return storage_use_count(storage_address(self._storage))
-
-
-@final
-class _FreshMemory:
-    """New memory for a tensor that cannot be packed: sparse, with overlapping strides, or of a tensor subclass."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def fill(self, members: Sequence[Tensor]) -> list[Tensor]:
-        return [member.detach().to(self._device, copy=True) for member in members]
 
 
 class _Broadcast(Function):
     """[Note: order of gradients]."""
 
     @staticmethod
-    def forward(ctx: Any, targets: Sequence[_KeptMemory | _FreshMemory], *members: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, targets: Sequence[_Fill], *members: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # so that unused parameters get no gradient
         ctx.num_members, ctx.device = len(members), members[0].device
         return _copies(targets, members)
@@ -217,9 +199,9 @@ class _Broadcast(Function):
 _broadcast: Any = _Broadcast.apply
 
 
-def _copies(targets: Sequence[_KeptMemory | _FreshMemory], members: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _copies(targets: Sequence[_Fill], members: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the tensors of replica 0, then those of replica 1, and so on."""
-    copies = [copy for target in targets for copy in target.fill(members)]
+    copies = [copy for fill in targets for copy in fill(members)]
     return *(member.detach() for member in members), *copies
 
 
@@ -279,26 +261,23 @@ def _add_gradients(grads: Sequence[Tensor | None]) -> Tensor | None:
 
 @final
 class Replicas(list[nn.Module]):
-    def __init__(self, replicas: Sequence[nn.Module], originals: Sequence["_OriginalBuffers"]) -> None:
+    """The replicas, and the buffers of each submodule and of its copy in replica 0, before the forward."""
+
+    def __init__(
+        self,
+        replicas: Sequence[nn.Module],
+        buffers: Sequence[tuple[nn.Module, nn.Module, Mapping[str, Tensor | None]]],
+    ) -> None:
         super().__init__(replicas)
-        self._originals = originals
+        self._buffers = buffers
 
     def keep_buffers(self) -> None:
         """Assign buffers that replica 0 replaced (`self.mean = new`) to the module; torch's DataParallel loses them."""
-        for originals in self._originals:
-            for name, given in originals.buffers.items():
-                now = buffer_registry(originals.shell).get(name, given)
+        for module, shell, buffers in self._buffers:
+            for name, given in buffers.items():
+                now = buffer_registry(shell).get(name, given)
                 if now is not given:
-                    buffer_registry(originals.module)[name] = now
-
-
-@dataclass(frozen=True, slots=True)
-class _OriginalBuffers:
-    """The buffers of one submodule of replica 0, before the forward."""
-
-    module: nn.Module
-    shell: nn.Module
-    buffers: Mapping[str, Tensor | None]
+                    buffer_registry(module)[name] = now
 
 
 def check_on_device(module: nn.Module, home: torch.device) -> None:
@@ -336,21 +315,24 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], copies: Copies
     modules = list(_submodules(module))
     _check_script_modules(modules)
     tensors = list(_tensors(modules))
-    replicas, originals = [], []
+    replicas, buffers = [], []
     for number, values in enumerate(copies.broadcast(tensors, devices)):
         copy_of = {id(tensor): value for tensor, value in zip(tensors, values, strict=True)}
         if number == 0:
             copy_of |= _shared_buffers(modules)
-        shells = {id(original): _shell(original) for original in modules}
+        shells: dict[int, nn.Module] = {id(original): make_replica_shell(original) for original in modules}
         for original in modules:
-            _rebind(shells[id(original)], shells)
-            _fill_shell(shells[id(original)], original, shells, copy_of)
-        if number == 0:
-            originals = [
-                _record_buffers(original, shells[id(original)]) for original in modules if buffer_registry(original)
-            ]
+            shell = shells[id(original)]
+            attributes = vars(shell)
+            forget_compiled_call(attributes)
+            for name, value in list(attributes.items()):
+                if isinstance(value, _BINDING):  # methods that were assigned to the module itself
+                    attributes[name] = _rebound(value, shells)
+            _fill_shell(shell, original, shells, copy_of)
+            if number == 0 and buffer_registry(original):
+                buffers.append((original, shell, dict(buffer_registry(shell))))
         replicas.append(shells[id(module)])
-    return Replicas(replicas, originals)
+    return Replicas(replicas, buffers)
 
 
 def _submodules(module: nn.Module) -> Iterator[nn.Module]:
@@ -398,20 +380,6 @@ def _check_script_modules(modules: Sequence[nn.Module]) -> None:
                     raise RuntimeError(message)  # noqa: TRY004  torch's error
 
 
-def _shell(module: nn.Module) -> Any:
-    """Return a shallow copy, made by the class's own `_replicate_for_data_parallel`."""
-    shell = make_replica_shell(module)
-    forget_compiled_call(vars(shell))
-    return shell
-
-
-def _rebind(shell: nn.Module, shells: Mapping[int, nn.Module]) -> None:
-    """Rebind methods that were assigned to the module itself (`module.forward = ...`) to the replica."""
-    for name, value in list(vars(shell).items()):
-        if isinstance(value, _BINDING):
-            vars(shell)[name] = _rebound(value, shells)
-
-
 def _rebound(value: Any, shells: Mapping[int, nn.Module]) -> Any:
     """Return the replica's method for a method of the module, also inside a `functools.partial`."""
     if isinstance(value, nn.Module):
@@ -453,10 +421,6 @@ def _fill_shell(shell: Any, original: Any, shells: dict[int, nn.Module], copy_of
             setattr(shell, name, copy_of[id(buffer)])
 
 
-def _record_buffers(module: nn.Module, shell: nn.Module) -> _OriginalBuffers:
-    return _OriginalBuffers(module=module, shell=shell, buffers=dict(buffer_registry(shell)))
-
-
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module that was given to `torch.compile`, or `module` if none was.
 
@@ -472,13 +436,3 @@ def uncompiled(module: nn.Module) -> nn.Module:
             )
         module = original
     return module
-
-
-def not_compiled(method: _Method) -> _Method:
-    """Mark a method, as a decorator: the compiler neither traces it nor anything that it calls.
-
-    What `torch.compiler.disable` does, without importing the compiler: code that is compiled breaks off at the call,
-    and goes on behind it.
-    """
-    mark_uncompiled(method)
-    return keep_compiler_out(method)

@@ -1,10 +1,11 @@
 """`DataParallelCriterion`: the loss of a batch whose outputs stay on the replicas' devices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature, unwrap
-from typing import Any, TypeGuard, final
+from types import MappingProxyType
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +16,17 @@ from lockstep.parallel.replicas.copies import (
     Replicas,
     check_no_sync_batchnorm,
     check_on_device,
-    not_compiled,
     replicate,
 )
 from lockstep.parallel.replicas.data_parallel import DeviceId, as_device
 from lockstep.parallel.replicas.scatter import join_outputs, scatter_arguments, tensors_in
 from lockstep.parallel.replicas.threads import ReplicaThreads
-from lockstep.torch_private.compiler import is_compiled_function
+from lockstep.torch_private.compiler import is_compiled_function, keep_compiler_out, mark_uncompiled
 
-_WEIGHTED_BY_TARGET = (nn.CrossEntropyLoss, nn.NLLLoss)
-"""Losses whose mean is weighted by class weights and leaves out `ignore_index`."""
-
-_MODULE_OF_FUNCTION: tuple[tuple[Callable[..., Any], type[nn.Module]], ...] = (
-    (functional.cross_entropy, nn.CrossEntropyLoss),
-    (functional.nll_loss, nn.NLLLoss),
+_WEIGHTED_BY_TARGET: Mapping[Callable[..., Any], type[nn.Module]] = MappingProxyType(
+    {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss: nn.NLLLoss}
 )
-"""The module of each of torch's functions with such a mean."""
+"""Losses whose mean is weighted by class weights and leaves out `ignore_index`: as a function, and as a module."""
 
 
 @final
@@ -79,7 +75,8 @@ class DataParallelCriterion(nn.Module):
         self._threads = ReplicaThreads()
         self._copies = Copies()
 
-    @not_compiled
+    @keep_compiler_out
+    @mark_uncompiled
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Tensor:
         """Return the loss of the whole batch.
 
@@ -96,13 +93,20 @@ class DataParallelCriterion(nn.Module):
         devices = self._check_outputs(outputs)
         criterion, targets, kwargs = _as_module(self.criterion, targets, kwargs)
         parts = self._split_targets(outputs, targets, kwargs, devices)
-        criteria = self._replicate(criterion, devices)
+        criteria: Sequence[Callable[..., Any]] = [criterion] * len(devices)
+        if isinstance(criterion, nn.Module):
+            check_on_device(criterion, devices[0])
+            if len(devices) > 1:
+                check_no_sync_batchnorm(criterion)
+            criteria = replicate(criterion, devices, self._copies)
         calls = [partial(_replica_loss, each, *part, self.dim) for each, part in zip(criteria, parts, strict=True)]
         results: list[_ReplicaLoss] = self._threads.run(calls, devices, one_at_a_time=True)
         if isinstance(criteria, Replicas):
             criteria.keep_buffers()
         home = devices[0] if self.output_device is None else as_device(self.output_device)
-        return self._combine(results, _reduction(criterion, kwargs), home)
+        options = {**criterion.keywords, **kwargs} if isinstance(criterion, partial) else kwargs
+        reduction: str = options.get("reduction", getattr(criterion, "reduction", "mean"))
+        return self._combine(results, reduction, home)
 
     def _check_outputs(self, outputs: Sequence[Any]) -> list[torch.device]:
         if not isinstance(outputs, list):
@@ -139,14 +143,6 @@ class DataParallelCriterion(nn.Module):
                 "Pass the targets of the whole batch that the model got, one per sample. (LS354)"
             )
         return list(zip(outputs, parts, named_parts, strict=True))
-
-    def _replicate(self, criterion: Callable[..., Any], devices: list[torch.device]) -> Sequence[Callable[..., Any]]:
-        if not isinstance(criterion, nn.Module):
-            return [criterion] * len(devices)
-        check_on_device(criterion, devices[0])
-        if len(devices) > 1:
-            check_no_sync_batchnorm(criterion)
-        return replicate(criterion, devices, self._copies)
 
     def _combine(self, results: Sequence["_ReplicaLoss"], reduction: str, home: torch.device) -> Tensor:
         if reduction == "none":
@@ -190,7 +186,7 @@ def _as_module(
     A module separates what belongs to the batch from what belongs to the loss: class weights must not be split.
     """
     bound = criterion if isinstance(criterion, partial) and not criterion.args else partial(criterion)
-    for known, kind in _MODULE_OF_FUNCTION:
+    for known, kind in _WEIGHTED_BY_TARGET.items():
         if bound.func is known:
             options = signature(known).bind(None, *targets, **{**bound.keywords, **kwargs}).arguments
             target = options.pop("target")
@@ -204,18 +200,17 @@ def _as_module(
     return criterion, targets, kwargs
 
 
-def _reduction(criterion: Callable[..., Any], kwargs: dict[str, Any]) -> str:
-    given = {**criterion.keywords, **kwargs} if isinstance(criterion, partial) else kwargs
-    reduction: str = given.get("reduction", getattr(criterion, "reduction", "mean"))
-    return reduction
-
-
 def _replica_loss(
     criterion: Any, output: Any, targets: tuple[Any, ...], kwargs: dict[str, Any], dim: int
 ) -> _ReplicaLoss:
     target = targets[0] if targets else kwargs.get("target")
-    is_weighted = isinstance(criterion, _WEIGHTED_BY_TARGET) and criterion.reduction == "mean"
-    if is_weighted and _has_original_forward(criterion) and _is_class_indices(target):
+    kinds = tuple(_WEIGHTED_BY_TARGET.values())
+    is_weighted = isinstance(criterion, kinds) and criterion.reduction == "mean"
+    has_own_forward = is_weighted and (
+        "forward" in vars(criterion) or type(criterion).forward not in [each.forward for each in kinds]
+    )
+    # Class probabilities have a mean over samples.
+    if is_weighted and not has_own_forward and isinstance(target, Tensor) and not target.is_floating_point():
         # A sum and not a mean: if all targets of a replica are ignored, the mean is 0 / 0 and no weight can repair it.
         criterion.reduction = "none"  # the attribute of the replica, not of the user's module
         each: Tensor = criterion(output, *targets, **kwargs)
@@ -229,7 +224,7 @@ def _replica_loss(
     if isinstance(result, tuple):
         loss, weight = result
         return _ReplicaLoss(loss=loss, weight=weight, is_sum=False, dtype=loss.dtype)
-    if is_weighted and not _has_original_forward(criterion):
+    if has_own_forward:
         raise TypeError(
             f"The criterion is a {type(criterion).__name__} with an overridden forward, so it is unknown what its mean "
             "divides by (class weights, ignore_index). "
@@ -237,16 +232,6 @@ def _replica_loss(
         )
     [counted, *_] = [*tensors_in((targets, kwargs)), *tensors_in(output)]
     return _ReplicaLoss(loss=result, weight=counted.size(dim), is_sum=False, dtype=result.dtype)
-
-
-def _has_original_forward(criterion: nn.Module) -> bool:
-    own = (kind.forward for kind in _WEIGHTED_BY_TARGET)
-    return "forward" not in vars(criterion) and type(criterion).forward in own
-
-
-def _is_class_indices(target: Any) -> TypeGuard[Tensor]:
-    """Return whether a target is class indices; otherwise it is class probabilities, whose mean is over samples."""
-    return isinstance(target, Tensor) and not target.is_floating_point()
 
 
 def _divisor(criterion: Any, target: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from lockstep.parallel.replicas.copies import (
     Replicas,
     check_no_sync_batchnorm,
     check_on_device,
-    not_compiled,
     replicate,
 )
 from lockstep.parallel.replicas.scatter import join_outputs, scatter_arguments
 from lockstep.parallel.replicas.threads import ReplicaThreads
+from lockstep.torch_private.compiler import keep_compiler_out, mark_uncompiled
 from lockstep.torch_private.modules import warn_of_unequal_devices
 
 DeviceId = SupportsIndex | str | torch.device | torch.cuda.device | torch.xpu.device
@@ -96,7 +96,8 @@ class DataParallel(torch.nn.DataParallel[nn.Module]):
         self.module = module
         self.dim = dim
         self.gather_output = gather_output
-        self.device_ids: list[Any] = as_ids(visible_ids() if device_ids is None else device_ids)
+        ids = _visible_ids() if device_ids is None else device_ids
+        self.device_ids: list[Any] = [as_id(as_device(each)) for each in ids]
         self._threads = ReplicaThreads()
         self._copies = Copies()
         home = as_device(self.device_ids[0]) if self.device_ids else torch.device("cpu")
@@ -111,7 +112,8 @@ class DataParallel(torch.nn.DataParallel[nn.Module]):
         """Return the class: torch's is generic, so annotations may say `DataParallel[Net]`."""
         return cls
 
-    @not_compiled
+    @keep_compiler_out
+    @mark_uncompiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split the inputs, run a replica on each part, and concatenate their outputs.
 
@@ -193,7 +195,7 @@ def data_parallel(
     return DataParallel(module, device_ids, output_device, dim)(*inputs, **(module_kwargs or {}))
 
 
-def visible_ids() -> list[DeviceId]:
+def _visible_ids() -> list[DeviceId]:
     """Return the numbers of all accelerators that this process may use; none where torch's DataParallel uses none."""
     if not torch.accelerator.is_available() or _accelerator_type() == "mps":
         return []
@@ -201,7 +203,6 @@ def visible_ids() -> list[DeviceId]:
 
 
 def as_device(device_id: DeviceId) -> torch.device:
-    """Return the device that an entry of `device_ids`, or an `output_device`, means."""
     if isinstance(device_id, torch.cuda.device | torch.xpu.device):
         device_id = f"{'cuda' if isinstance(device_id, torch.cuda.device) else 'xpu'}:{device_id.idx}"
     if isinstance(device_id, bool) or not isinstance(device_id, SupportsIndex | str | torch.device):
@@ -237,10 +238,6 @@ def as_id(device: torch.device) -> int | torch.device:
     torch's `device_ids` are numbers of GPUs, and scripts use them as such: `f"cuda:{model.device_ids[0]}"`.
     """
     return device if device.type == "cpu" else device.index
-
-
-def as_ids(device_ids: Sequence[DeviceId]) -> list[DeviceId]:
-    return [as_id(as_device(device_id)) for device_id in device_ids]
 
 
 def _accelerator_type() -> str | None:

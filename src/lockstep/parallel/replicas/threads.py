@@ -17,8 +17,7 @@ costs little, because torch's operators use several threads each.
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, final
 
@@ -28,50 +27,35 @@ from lockstep.processes.forking import this_process
 from lockstep.torch_private.modules import default_device_of_thread
 
 
-@dataclass(frozen=True, slots=True)
-class CallerState:
-    """torch's thread-local state, which is the same in a replica's thread as in the caller's."""
+def _capture_state() -> Callable[[], AbstractContextManager[None]]:
+    """Return what applies torch's thread-local state, which is the caller's in a replica's thread too.
 
-    grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    """Device types for which autocast is on, and to what."""
-    autocast_cache: bool
-    num_threads: int
-    """`torch.get_num_threads()`; a change in the caller's thread does not affect existing threads."""
-    default_device: torch.device | None
-    """From `with torch.device(...)` or `torch.set_default_device`; "cuda" without an index is the replica's device."""
-
-    @staticmethod
-    def of_this_thread() -> "CallerState":
-        """Return the state of the calling thread.
-
-        Saved-tensor hooks are left out: activation checkpointing around DataParallel numbers tensors in the order in
-        which they are saved, and this order would differ between runs of several threads.
-        """
-        accelerator = torch.accelerator.current_accelerator()
-        kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-        return CallerState(
-            grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            autocast=tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)),
-            autocast_cache=torch.is_autocast_cache_enabled(),
-            num_threads=torch.get_num_threads(),
-            default_device=default_device_of_thread(),
-        )
+    Saved-tensor hooks are left out: activation checkpointing around DataParallel numbers tensors in the order in which
+    they are saved, and this order would differ between runs of several threads.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+    keeps_casts = torch.is_autocast_cache_enabled()
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    num_threads = torch.get_num_threads()
+    # From `with torch.device(...)` or `torch.set_default_device`; "cuda" without an index is the replica's device.
+    default_device = default_device_of_thread()
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        if torch.get_num_threads() != self.num_threads:
-            torch.set_num_threads(self.num_threads)
+    def applied() -> Iterator[None]:
+        if torch.get_num_threads() != num_threads:  # a change in the caller's thread does not affect existing threads
+            torch.set_num_threads(num_threads)
         with ExitStack() as stack:
-            if self.default_device is not None:
-                stack.enter_context(self.default_device)
-            stack.enter_context(torch.inference_mode(mode=self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
+            if default_device is not None:
+                stack.enter_context(default_device)
+            stack.enter_context(torch.inference_mode(mode=inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, dtype in autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=keeps_casts))
             yield
+
+    return applied
 
 
 @final
@@ -155,7 +139,7 @@ class _ForwardCalls:
     def __init__(self, calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> None:
         self._calls = calls
         self._devices = devices
-        self._state = CallerState.of_this_thread()
+        self._in_callers_state = _capture_state()
         self._streams = [
             None if device.type == "cpu" else torch.accelerator.current_stream(device) for device in devices
         ]
@@ -174,7 +158,7 @@ class _ForwardCalls:
 
     def run_in_thread(self, numbers: Sequence[int]) -> None:
         """Run the calls of some replicas in a thread of the pool, with the caller's thread-local state."""
-        with self._state.applied():
+        with self._in_callers_state():
             self.run(numbers, BaseException)  # a Future with a KeyboardInterrupt would keep its thread alive
 
     def results(self) -> list[Any]:

@@ -296,9 +296,9 @@ def test_the_loaders_that_batches_come_from_are_found() -> None:
         next(iterator)
     positions = LoaderPositions()
     positions.look(2)
-    assert 333 in positions.describe()
+    assert 333 in positions.record()
     next(iterator)
-    assert 334 in positions.describe()
+    assert 334 in positions.record()
 
 
 def test_loaders_are_looked_for_seldom_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from lockstep.errors import DeviceError
-from lockstep.parallel.replicas.data_parallel import DataParallel, as_ids, data_parallel
+from lockstep.parallel.replicas.data_parallel import DataParallel, as_device, as_id, data_parallel
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -369,11 +369,11 @@ def test_all_that_torch_takes_for_a_device_means_its_number(monkeypatch: pytest.
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     devices = [0, torch.device("cuda:1"), "cuda:0", torch.cuda.device(1), torch.device("cuda"), np.int64(1)]
-    assert as_ids(devices) == [0, 1, 0, 1, 1, 1]
+    assert [as_id(as_device(each)) for each in devices] == [0, 1, 0, 1, 1, 1]
     with pytest.raises(DeviceError, match="on device 'cuda:2', but 2 of cuda can be seen here"):
-        as_ids([torch.cuda.device(2)])
+        as_device(torch.cuda.device(2))
     with pytest.raises(DeviceError, match="can be seen here"):
-        as_ids([torch.xpu.device(0)])
+        as_device(torch.xpu.device(0))
 
 
 def test_module_on_another_device_is_refused_in_torchs_words() -> None:
