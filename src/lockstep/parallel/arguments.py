@@ -21,10 +21,8 @@ from lockstep.errors import GroupError
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce import BucketLimits
-from lockstep.torch_private.groups import root_mesh
 from lockstep.torch_private.modules import (
     TorchsSyncBatchNorm,
-    localize_tensor_parallel,
     set_precision_attributes,
     tree_leaves,
     tree_map_only,
@@ -38,20 +36,14 @@ _SCALAR = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleDevices:
+    """Where a wrapped module and its inputs are."""
+
     devices: tuple[torch.device, ...]
     """Devices of its parameters, in the order in which they first come."""
-    device_ids: list[int] | None
+    device_ids: list[int] | None = None
     """The one device to which forward moves its inputs; None if it leaves them alone."""
-    output_device: int | None
+    output_device: int | None = None
     """What torch calls so; without effect, as in torch."""
-
-    @property
-    def device(self) -> torch.device:
-        return self.devices[0]
-
-    @property
-    def input_device(self) -> torch.device:
-        return torch.device(self.device.type, self.device_ids[0]) if self.device_ids else self.device
 
 
 def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
@@ -77,11 +69,8 @@ def find_placement(
     devices = tuple(dict.fromkeys(parameter.device for parameter in parameters))
     if device_ids and devices[0].type != "cpu" and len(devices) == 1:
         only = _index(device_ids[0])
-        return ModuleDevices(
-            devices=devices,
-            device_ids=[only],
-            output_device=only if output_device is None else _index(output_device),
-        )
+        output = only if output_device is None else _index(output_device)
+        return ModuleDevices(devices=devices, device_ids=[only], output_device=output)
     if device_ids or output_device is not None:
         raise ValueError(
             "DistributedDataParallel device_ids and output_device arguments only work with single-device/"
@@ -89,16 +78,11 @@ def find_placement(
             f"{output_device}, and module parameters {set(devices)}. Leave both out for a module on the CPU or on "
             "several devices. (LS302)"
         )
-    return ModuleDevices(devices=devices, device_ids=None, output_device=None)
+    return ModuleDevices(devices=devices)
 
 
-def require_group(world: World) -> ProcessGroup:
-    assert world.group is not None
-    return world.group
-
-
-def find_world(process_group: ProcessGroup | None, device_mesh: Any) -> World:
-    """Return this worker's place in the group that was given, in that of the mesh, or in the default group."""
+def find_world(process_group: ProcessGroup | None, device_mesh: Any) -> tuple[World, ProcessGroup]:
+    """Return the group that was given, that of the mesh, or the default group, and this worker's place in it."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments. (LS303)")
     if device_mesh is not None:
@@ -111,7 +95,7 @@ def find_world(process_group: ProcessGroup | None, device_mesh: Any) -> World:
             "DistributedDataParallel needs a process group, and this process has none. "
             "Call ls.init_process_group() first, or start the function with ls.launch. (LS127)"
         )
-    return world
+    return world, world.group
 
 
 def find_limits(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> BucketLimits:
@@ -125,9 +109,14 @@ def find_limits(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float]
 def find_buffer_syncs(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
     """Return whether buffers are broadcast at construction and before forwards; warns where torch does."""
     if broadcast_buffers is not None:
-        warnings.warn(
-            _deprecation(is_ignored=forward_sync_buffers is not None), FutureWarning, stacklevel=stacklevel_of_user()
+        text = (
+            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead, which unlike it leaves the "
+            "broadcast at construction as it is. (LS325)"
+            if forward_sync_buffers is None
+            else "Both `broadcast_buffers` and `forward_sync_buffers` were specified; `broadcast_buffers` is "
+            "deprecated and ignored then. (LS325)"
         )
+        warnings.warn(text, FutureWarning, stacklevel=stacklevel_of_user())
     if forward_sync_buffers is not None:
         return True, forward_sync_buffers
     both = broadcast_buffers is not False
@@ -140,12 +129,6 @@ def reduce_dtype(mixed_precision: Any) -> torch.dtype | None:
         return None
     dtype: torch.dtype | None = mixed_precision.reduce_dtype or mixed_precision.param_dtype
     return dtype
-
-
-def localize_submesh(module: nn.Module, device_mesh: Any) -> None:
-    """Make a tensor-parallel module's parameters local, if the mesh is a part of a larger one; as torch does."""
-    if root_mesh(device_mesh) != device_mesh:
-        localize_tensor_parallel(module)
 
 
 def refuse_sync_batch_norm_on_cpu(module: nn.Module, device: torch.device) -> None:
@@ -183,18 +166,6 @@ def warn_of_ignored(
             "parameters automatically, so you do not need to set find_unused_parameters=true. (LS325)",
             stacklevel=stacklevel_of_user(),
         )
-
-
-def _deprecation(*, is_ignored: bool) -> str:
-    if is_ignored:
-        return (
-            "Both `broadcast_buffers` and `forward_sync_buffers` were specified; `broadcast_buffers` is deprecated and "
-            "ignored then. (LS325)"
-        )
-    return (
-        "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead, which unlike it leaves the broadcast "
-        "at construction as it is. (LS325)"
-    )
 
 
 def _index(device: int | str | torch.device) -> int:
@@ -273,23 +244,12 @@ def cast_floats(values: Any, dtype: torch.dtype | None) -> Any:
 
 def prepare_precisions(module: nn.Module, mixed_precision: Any, ignored: Iterable[str]) -> None:
     """Name what parameters are in either precision, and cast buffers in place, if there is a mixed precision."""
-    _name_precisions(module, getattr(mixed_precision, "param_dtype", None), ignored)
-    _cast_buffers(module, getattr(mixed_precision, "buffer_dtype", None), ignored)
-
-
-def _name_precisions(module: nn.Module, dtype: torch.dtype | None, ignored: Iterable[str]) -> None:
-    if dtype is None:
-        return
     left_alone = set(ignored)
-    for name, parameter in module.named_parameters():
+    param_dtype: Any = getattr(mixed_precision, "param_dtype", None)
+    for name, parameter in module.named_parameters() if param_dtype is not None else ():
         if name not in left_alone:
-            set_precision_attributes(parameter, dtype)
-
-
-def _cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Iterable[str]) -> None:
-    if dtype is None:
-        return
-    left_alone = set(ignored)
-    for name, buffer in module.named_buffers():
+            set_precision_attributes(parameter, param_dtype)
+    buffer_dtype = getattr(mixed_precision, "buffer_dtype", None)
+    for name, buffer in module.named_buffers() if buffer_dtype is not None else ():
         if name not in left_alone and buffer.is_floating_point():
-            buffer.data = buffer.to(dtype)
+            buffer.data = buffer.to(buffer_dtype)

@@ -30,12 +30,10 @@ from lockstep.parallel.arguments import (
     find_limits,
     find_placement,
     find_world,
-    localize_submesh,
     prepare_precisions,
     puts_time_first,
     reduce_dtype,
     refuse_sync_batch_norm_on_cpu,
-    require_group,
     warn_of_ignored,
 )
 from lockstep.parallel.averaging import (
@@ -61,11 +59,13 @@ from lockstep.parallel.comparison import ComparisonOptions, compare_at_start, nu
 from lockstep.parallel.torch_names import Statistics, TorchNames, arguments_from_torch, describe_shared_arguments
 from lockstep.reduce import CommHook, ReducerOptions, TrainedModel, check_same_model
 from lockstep.torch_private.compiler import disable_compiler
+from lockstep.torch_private.groups import root_mesh
 from lockstep.torch_private.modules import (
     find_tensors,
     forward_pre_hooks,
     has_torchs_comm_hook,
     ignored_names,
+    localize_tensor_parallel,
     stop_torchs_reducer,
 )
 
@@ -166,15 +166,12 @@ class DistributedDataParallel(TorchNames):
         Joinable.__init__(self)
         check_options(nonfinite, on_skip)
         delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
-        self._workers = find_world(process_group, device_mesh)
-        self.process_group = require_group(self._workers)
+        self._workers, self.process_group = find_world(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-            localize_submesh(module, device_mesh)
-        self.parameters_to_ignore = {
-            *ignored_names(module),
-            *(name for name, _ in delayed),
-        }
+            if root_mesh(device_mesh) != device_mesh:  # as torch does
+                localize_tensor_parallel(module)
+        self.parameters_to_ignore = {*ignored_names(module), *(name for name, _ in delayed)}
         self._module_parameters = [
             parameter for name, parameter in module.named_parameters() if name not in self.parameters_to_ignore
         ]
@@ -182,7 +179,7 @@ class DistributedDataParallel(TorchNames):
         placement = find_placement(
             self._module_parameters or [parameter for _, parameter in delayed], device_ids, output_device
         )
-        refuse_sync_batch_norm_on_cpu(module, placement.device)
+        refuse_sync_batch_norm_on_cpu(module, placement.devices[0])
         warn_of_ignored(
             check_reduction=check_reduction,
             mixed_precision=mixed_precision,
@@ -194,8 +191,10 @@ class DistributedDataParallel(TorchNames):
         self.module = module
         self.dim = dim
         self.device_ids, self.output_device = placement.device_ids, placement.output_device
-        self.device, self.device_type = placement.device, placement.device.type
-        self._input_copies = InputCopies(placement.input_device)
+        self.device, self.device_type = placement.devices[0], placement.devices[0].type
+        self._input_copies = InputCopies(
+            torch.device(self.device_type, placement.device_ids[0]) if placement.device_ids else self.device
+        )
         self.is_multi_device_module = len(placement.devices) > 1
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -208,10 +207,7 @@ class DistributedDataParallel(TorchNames):
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.logger: Any = Statistics()
         self._options = ComparisonOptions(
-            model_number=number_model(self._workers),
-            compares=compare,
-            nonfinite=nonfinite,
-            on_skip=on_skip,
+            model_number=number_model(self._workers), compares=compare, nonfinite=nonfinite, on_skip=on_skip
         )
         self._limits = limits
 
@@ -310,7 +306,7 @@ class DistributedDataParallel(TorchNames):
         return list(self.named_module_buffers.values())
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        """Overwrite the buffers with those of a rank, or call the user's hook for that (collective)."""
+        """Overwrite the buffers with those of a rank, or call the user's hook (collective)."""
         hook = getattr(self, "buffer_hook", None)
         if hook is None:
             self._sync.buffers.source = authoritative_rank
@@ -337,11 +333,7 @@ class DistributedDataParallel(TorchNames):
         if self._hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once. (LS309)")
         self._hook = hook
-        self._use_hook()
-
-    def _use_hook(self) -> None:
-        if self._hook is not None:
-            self._averaging.use_hook(self._hook)
+        self._averaging.use_hook(hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         self._register_hook(built_in_hook(comm_hook_type, self.process_group))
@@ -377,22 +369,17 @@ class DistributedDataParallel(TorchNames):
         self._options = replace(self._options, model_number=number_model(self._workers))
         if self._delayed is not None:
             self._delayed.move_to(self._workers)
-        self._reconnect()
-
-    def _reconnect(self) -> None:
         self._sync.close()
         self._connect(TrainedModel(self.module, self.parameters_to_ignore))
-        self._use_hook()
+        if self._hook is not None:
+            self._averaging.use_hook(self._hook)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; as torch's, only with the default group.
-
-        Raises:
-            RuntimeError: It has another group, or delayed parameters that wait for one which is not the module's.
-        """
+        """Return what a copy needs; as torch's, only with the default group."""
         delayed = None if self._delayed is None else self._delayed.names_for_copy()
         self._check_default_group()  # type: ignore[no-untyped-call]
-        return state_for_copy(self.__dict__, delayed)
+        state = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+        return {**state, "_delayed": delayed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Begin anew, over the default group (local)."""
@@ -401,8 +388,7 @@ class DistributedDataParallel(TorchNames):
             DistributedDataParallel.__init__(self, self.module, init_sync=False, **arguments_from_torch(state))
             self.__dict__.update({name: state[name] for name in vars(nn.Module()) if name in state})
             return
-        self._workers = find_world(None, None)
-        self.process_group = require_group(self._workers)
+        self._workers, self.process_group = find_world(None, None)
         self._options = replace(self._options, model_number=number_model(self._workers))
         self._hook = None
         if self._delayed is not None:
@@ -443,12 +429,6 @@ def convert_wrapper(wrapper: Any) -> DistributedDataParallel:
     return converted
 
 
-def state_for_copy(attributes: Mapping[str, Any], delayed: tuple[list[str], str] | None) -> dict[str, Any]:
-    """Return what a copy of a wrapper needs (local); `delayed` is of `DelayedParameters.names_for_copy`."""
-    state = {name: value for name, value in attributes.items() if name not in _NOT_COPIED}
-    return {**state, "_delayed": delayed}
-
-
 @final
 class ModuleSync:
     """Does around a forward what a wrapper does, also when that was deleted.
@@ -462,7 +442,7 @@ class ModuleSync:
     """
 
     def __init__(self, model: TrainedModel, world: World, averaging: Averaging, *, syncs_buffers: bool) -> None:
-        self.wrapper: Callable[[], DistributedDataParallel | None] = _no_wrapper
+        self.wrapper: Callable[[], DistributedDataParallel | None] = lambda: None
         self.buffers = BufferBroadcast(world)
         self._handles: list[RemovableHandle] = []
         self._model = model
@@ -591,7 +571,3 @@ def close_orphans(module: nn.Module) -> None:
 def _start_weakly(method: "weakref.WeakMethod[Callable[[], Callable[[], None]]]") -> Callable[[], None]:
     start = method()
     return send_no_buffers if start is None else start()
-
-
-def _no_wrapper() -> None:
-    """Return no wrapper: it is not connected yet."""

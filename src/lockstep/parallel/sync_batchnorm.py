@@ -125,7 +125,13 @@ class SyncBatchNorm(TorchsSyncBatchNorm):
             return AnyBatchNorm.forward(self, input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
-        self._check_num_channels(input)
+        num_channels = input.size(1)
+        for values in (self.weight, self.running_mean):
+            if values is not None and values.numel() != num_channels:
+                raise ValueError(
+                    f"The input has {num_channels} channels (size {list(input.shape)}), and this SyncBatchNorm "
+                    f"{values.numel()}. Build the layer with num_features={num_channels}. (LS331)"
+                )
         sources = (in_kernel_layout(input), self.weight, self.bias)
         is_recorded = torch.is_grad_enabled() and any(source is not None and source.requires_grad for source in sources)
         called = f"SyncBatchNorm {self._name!r}" if self._name else f"a SyncBatchNorm of {self.num_features} channels"
@@ -194,14 +200,6 @@ class SyncBatchNorm(TorchsSyncBatchNorm):
         if self.training and dist.is_available() and dist.is_initialized():
             return joined_world(self.process_group)
         return World(rank=0, world_size=1, group=None)
-
-    def _check_num_channels(self, inputs: Tensor) -> None:
-        for values in (self.weight, self.running_mean):
-            if values is not None and values.numel() != inputs.size(1):
-                raise ValueError(
-                    f"The input has {inputs.size(1)} channels (size {list(inputs.shape)}), and this SyncBatchNorm "
-                    f"{values.numel()}. Build the layer with num_features={inputs.size(1)}. (LS331)"
-                )
 
     @torch.no_grad()
     def _update_running(self, statistics: BatchStatistics) -> None:
@@ -381,14 +379,9 @@ def in_kernel_layout(inputs: Tensor) -> Tensor:
     return inputs.contiguous(memory_format=_layout(inputs)) if _has_kernels(inputs) else inputs
 
 
-def statistics_dtype(inputs: Tensor) -> torch.dtype:
-    """Return the dtype of statistics and sums: float32, or float64 for such inputs."""
-    return torch.promote_types(inputs.dtype, torch.float32)
-
-
 def local_moments(inputs: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return mean and summed squared deviation per channel of inputs in kernel layout; zeros for an empty part."""
-    dtype = statistics_dtype(inputs)
+    dtype = torch.promote_types(inputs.dtype, torch.float32)
     if inputs.numel() == 0:
         zeros = inputs.new_zeros(inputs.size(1), dtype=dtype)
         return zeros, zeros
@@ -422,7 +415,7 @@ def inverse_deviation(var: Tensor, eps: float) -> Tensor:
 
 
 def gradient_sums(grad_output: Tensor, inputs: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums of dy and of dy * (x - mean), per channel; zeros for an empty part."""
+    """Return the sums of dy and of dy * (x - mean), per channel."""
     if inputs.numel() > 0 and _has_kernels(inputs):
         grad_output = grad_output.contiguous(memory_format=_layout(inputs))
         sum_dy, sum_dy_xmu, _, _ = torch.batch_norm_backward_reduce(
@@ -462,7 +455,6 @@ def _layout(inputs: Tensor) -> torch.memory_format:
 
 
 def _reduced_dims(inputs: Tensor) -> tuple[int, ...]:
-    """Return the dimensions over which statistics are taken: all but the channels."""
     return (0, *range(2, inputs.dim()))
 
 

@@ -123,10 +123,7 @@ class TorchNames(torch_parallel.DistributedDataParallel):
         self.static_graph = True
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        options = list_options(self)
-        if self._hook is not None:
-            options["comm_hook"] = self._hook.name
-        return {**describe_wrapper(self.module, self._workers, self.reducer, options), **self.logger.values()}
+        return {**describe_wrapper(self), **self.logger.values()}
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
@@ -232,19 +229,6 @@ class Statistics:
         return {**self._sampled, **joins, **error}
 
 
-def list_options(wrapper: Any) -> dict[str, Any]:
-    """Return the arguments of a wrapper that torch's logging data have."""
-    names = ("find_unused_parameters", "gradient_as_bucket_view", "is_multi_device_module")
-    return {
-        "device_ids": ", ".join(map(str, wrapper.device_ids or ())),
-        "output_device": -1 if wrapper.output_device is None else wrapper.output_device,
-        "broadcast_buffers": wrapper.forward_sync_buffers,
-        "bucket_cap_bytes": wrapper.bucket_bytes_cap,
-        **{name: getattr(wrapper, name) for name in names},
-        **({"static_graph": True} if wrapper.static_graph else {}),
-    }
-
-
 def describe_shared_arguments(wrapper: Any, *, sends_at_start: bool, given: ComparisonOptions) -> list[str]:
     """Return the arguments of a wrapper that must be the same on all ranks, each with its value."""
     names = ("find_unused_parameters", "static_graph", "skip_all_reduce_unused_params")
@@ -263,10 +247,12 @@ def describe_shared_arguments(wrapper: Any, *, sends_at_start: bool, given: Comp
     return [f"{name}={value!r}" for name, value in arguments.items()]
 
 
-def describe_wrapper(
-    module: nn.Module, world: World, reducer: Reducer | None, options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return torch's logging data, without times; `options` are the wrapper's arguments, by torch's names."""
+def describe_wrapper(wrapper: Any) -> dict[str, Any]:
+    """Return torch's logging data, without times."""
+    module: nn.Module = wrapper.module
+    world: World = wrapper._workers  # noqa: SLF001 - of a `TorchNames`
+    reducer: Reducer | None = wrapper.reducer
+    flags = ("find_unused_parameters", "gradient_as_bucket_view", "is_multi_device_module")
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     buckets = [bucket.slots for bucket in (reducer.buckets if reducer else ())]
     index = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -284,14 +270,22 @@ def describe_wrapper(
         "bucket_sizes": sizes,
         "has_sync_bn": int(any(isinstance(each, TorchsSyncBatchNorm) for each in module.modules())),
         **read_settings().launch_facts(),
-        **{name: int(value) if isinstance(value, bool) else value for name, value in options.items()},
+        "device_ids": _joined(wrapper.device_ids or ()),
+        "output_device": -1 if wrapper.output_device is None else wrapper.output_device,
+        "broadcast_buffers": int(wrapper.forward_sync_buffers),
+        "bucket_cap_bytes": wrapper.bucket_bytes_cap,
+        **{name: int(getattr(wrapper, name)) for name in flags},
     }
+    if wrapper.static_graph:
+        facts["static_graph"] = 1
+    if wrapper._hook is not None:  # noqa: SLF001
+        facts["comm_hook"] = wrapper._hook.name  # noqa: SLF001
     if backend == "gloo":
         facts["gloo_num_threads"] = gloo_num_threads()
     if reducer is not None:
         facts["num_buckets_reduced"] = reducer.schedule.num_buckets_sent
         unused = [bucket.slots[index].parameter.nbytes for bucket in reducer.buckets for index in bucket.absent]
-        if unused or options.get("find_unused_parameters"):
+        if unused or wrapper.find_unused_parameters:
             facts["unused_parameter_size"] = sum(unused)
         if reducer.plan.is_in_order:
             facts["has_rebuilt_buckets"] = 1
