@@ -12,6 +12,7 @@ part in each:
     4 the reduction          zeros, and used-parameter counts of zero
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, final
@@ -113,63 +114,39 @@ def leaves_ranks_equal(function: Callable[..., Any]) -> bool:
 
 
 @final
-class WrapperJoinHook(JoinHook):
-    """Mirrors the collectives of a wrapper on a rank that has no inputs left."""
+class UnevenInputs(JoinHook):
+    """A wrapper's part in `join`: on ranks with inputs, and as torch's hook on those without. [Note: uneven inputs]."""
 
-    def __init__(self, uneven: "UnevenInputs", sync_buffers: Callable[[int], None], *, sends_buffers: bool) -> None:
+    def __init__(
+        self, wrapper: DistributedDataParallel, model: TrainedModel, world: World, averaging: Averaging
+    ) -> None:
         super().__init__()
-        self._uneven = uneven
-        self._sync_buffers = sync_buffers
-        self._sends_buffers = sends_buffers
-
-    def main_hook(self) -> None:
-        """Mirror one forward and backward of the others (collective)."""
-        self._uneven.mirror_forward(self._sync_buffers)
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the final model (collective)."""
-        self._uneven.end(is_last_joiner=is_last_joiner, sends_buffers=self._sends_buffers)
-
-
-@final
-class UnevenInputs:
-    """A wrapper's part in `join`, on ranks with inputs and without."""
-
-    def __init__(self, model: TrainedModel, world: World, averaging: Averaging, device: torch.device) -> None:
         assert world.group is not None
+        self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
         self._model = model
         self._world = world
         self._group = world.group
         self._averaging = averaging
-        self._device = device
-
-    def begin(self, sync_buffers: Callable[[int], None], *, sends_buffers: bool) -> WrapperJoinHook:
-        """Begin with `join`; return what a rank without inputs does (each rank calls)."""
-        self._averaging.set_joining(True)
-        return WrapperJoinHook(self, sync_buffers, sends_buffers=sends_buffers)
-
-    def divide_by(self, num_ranks: int) -> None:
-        """Let the next mean be over so many ranks (each rank calls)."""
-        self._averaging.mean.divide_by(num_ranks)
+        self._device = wrapper.device
 
     def begin_forward(self, *, sends_buffers: bool, reduces: bool) -> int | None:
         """Say to ranks without inputs what this forward does; return the rank whose buffers are sent (collective)."""
         self._exchange_forward(buffers=sends_buffers, reduction=reduces and self._averaging.reducer is not None)
         return self._highest_rank(is_candidate=True) if sends_buffers else None
 
-    def mirror_forward(self, sync_buffers: Callable[[int], None]) -> None:
+    def main_hook(self) -> None:
         """Take part in a forward and backward of the others without inputs (collective)."""
         buffers, reduction = self._exchange_forward(buffers=False, reduction=False)
         if buffers:
-            sync_buffers(self._highest_rank(is_candidate=False))
+            self._wrapper()._sync_module_buffers(self._highest_rank(is_candidate=False))  # noqa: SLF001 - torch's name
         if reduction and self._averaging.reducer is not None:
             self._averaging.reducer.reduce_nothing()
 
-    def end(self, *, is_last_joiner: bool, sends_buffers: bool) -> None:
-        """Take the model of a rank that joined last (collective)."""
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Overwrite the model with that of a rank that joined last (collective)."""
         source = self._highest_rank(is_candidate=is_last_joiner)
-        broadcast_model(self._model, self._group, source, with_buffers=sends_buffers)
-        self.divide_by(self._world.world_size)
+        broadcast_model(self._model, self._group, source, with_buffers=self._wrapper().forward_sync_buffers)
+        self._averaging.mean.divide_by(self._world.world_size)
         self._averaging.set_joining(False)
 
     def _exchange_forward(self, *, buffers: bool, reduction: bool) -> tuple[bool, bool]:

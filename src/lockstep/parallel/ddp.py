@@ -40,7 +40,6 @@ from lockstep.parallel.averaging import (
     Averaging,
     DelayedParameters,
     UnevenInputs,
-    WrapperJoinHook,
     built_in_hook,
     check_delayed,
     check_hook,
@@ -241,7 +240,7 @@ class DistributedDataParallel(TorchNames):
         )
         averaging = self._averaging = Averaging(model, self._workers, options, self._options)
         self.reducer: Any = averaging.reducer  # torch's attribute is of another type
-        self._uneven = UnevenInputs(model, self._workers, averaging, self.device)
+        self._uneven = UnevenInputs(self, model, self._workers, averaging)
         self._sync = ModuleSync(model, self._workers, averaging, syncs_buffers=self.forward_sync_buffers)
         close_orphans(self.module)
         if averaging.comparison is not None:
@@ -340,11 +339,12 @@ class DistributedDataParallel(TorchNames):
 
     # -- Uneven inputs -------------------------------------------------------------------------------------------------
 
-    def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
+    def join_hook(self, **kwargs: Any) -> UnevenInputs:
         """Return what mirrors this module's collectives on a rank that has run out of inputs."""
         self.logger.joins_uneven_inputs = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return self._uneven.begin(self._sync_module_buffers, sends_buffers=self.forward_sync_buffers)
+        self._averaging.set_joining(True)
+        return self._uneven
 
     @property
     def _is_joining(self) -> bool:
@@ -356,7 +356,7 @@ class DistributedDataParallel(TorchNames):
         work = Join.notify_join_context(self)
         if work is not None and not self._divide_by_initial_world_size:
             (num_ranks,) = work.get_future().wait()
-            self._uneven.divide_by(int(num_ranks.item()))
+            self._averaging.mean.divide_by(int(num_ranks.item()))
         reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
         source = self._uneven.begin_forward(sends_buffers=sends_buffers, reduces=reduces)
         return self._sync.buffers.source if source is None else source

@@ -24,12 +24,10 @@ from lockstep.comm import World, calls_for
 from lockstep.errors import LockstepError, ReductionError
 from lockstep.parallel.comparison.check import Check, Lines, Reduced, Scope
 from lockstep.parallel.comparison.data import DataSamplers, LoaderPositions, SameDataWarning, UnevenBatchWarning
-from lockstep.parallel.comparison.finite import FiniteGradients, FiniteGradientsOnDevice
 from lockstep.parallel.comparison.forwards import ForwardState, warn_of_unlike_buffers, warn_of_unlike_layers
-from lockstep.parallel.comparison.optimizers import OutsideParameters, listen_to_steps
+from lockstep.parallel.comparison.optimizers import listen_to_steps
 from lockstep.parallel.comparison.order import ModelOrder, compare_values, models_over
 from lockstep.parallel.comparison.updates import WatchedSteps
-from lockstep.parallel.comparison.values import StepGradients
 from lockstep.reduce import GroupStatus, RankStatus, Reducer, TrainedModel
 from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.status import COMPARISON_LIMIT
@@ -80,39 +78,29 @@ class RankComparison:
         self._skipped = SkippedBatches(self._reducer)
         self._state = ForwardState(model)
         self._same_data = SameDataWarning(may_read=may_read)
-        gradients = StepGradients(self._reducer, may_read=may_read)
-        finite = (FiniteGradients if may_read else FiniteGradientsOnDevice)(options.nonfinite)
-        outside = OutsideParameters(may_read=may_read)
-        self._steps = WatchedSteps(
-            world,
-            options.model_number,
-            self._reducer,
-            gradients,
-            finite,
-            outside,
-            model.parameters,
-            may_read=may_read,
+        steps = self._steps = WatchedSteps(
+            world, options.model_number, self._reducer, model, options.nonfinite, may_read=may_read
         )
         # In this order the first error is raised: it is the cause of those that would come after it.
         self.checks: list[Check] = [
             self._skipped,
             self.order,
             DataSamplers(world),
-            self._steps,
-            outside,
+            steps,
+            steps.outside,
             self.forwards,
             self._state,
-            gradients,
+            steps.gradients,
             LoaderPositions(),
-            finite,
+            steps.finite,
             UnevenBatchWarning(),
             self._same_data,
         ]
         self._know_parameters()
-        self._entry.optimizers = self._steps.optimizers
+        self._entry.optimizers = steps.optimizers
         self._entry.reducer = self._reducer
         self._wrapped.watch()
-        self._stop_listening = listen_to_steps(self._steps)
+        self._stop_listening = listen_to_steps(steps)
 
     def close(self) -> None:
         self._stop_listening()

@@ -4,9 +4,9 @@ How steps are seen is in `optimizers`, what is read of parameters and gradients 
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, Literal, final
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from lockstep.parallel.comparison.check import (
     others_than_first,
     warn_once,
 )
-from lockstep.parallel.comparison.finite import FiniteCheck
+from lockstep.parallel.comparison.finite import FiniteGradients, FiniteGradientsOnDevice
 from lockstep.parallel.comparison.optimizers import (
     IdleOptimizers,
     OptimizerSteps,
@@ -42,7 +42,7 @@ from lockstep.parallel.comparison.values import (
     odd_parameters,
 )
 from lockstep.processes.user_line import user_line
-from lockstep.reduce import Reducer
+from lockstep.reduce import Reducer, TrainedModel
 from lockstep.reduce.backward_watch import Phase
 from lockstep.reduce.model import Description, describe_differences
 from lockstep.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
@@ -80,18 +80,16 @@ class WatchedSteps(Check):
         world: World,
         model_number: int,
         reducer: "weakref.ref[Reducer]",
-        gradients: StepGradients,
-        finite: FiniteCheck,
-        outside: "OutsideParameters",
-        list_parameters: Callable[[], Sequence[tuple[str, nn.Parameter]]],
+        model: TrainedModel,
+        nonfinite: Literal["stop", "skip"],
         *,
         may_read: bool,
     ) -> None:
         self.optimizers = OptimizerSteps()
-        self.values = ReplicaValues(list_parameters, lambda: has_optimizer(self._names.keys()), may_read=may_read)
-        self._gradients = gradients
-        self._finite = finite
-        self._outside = outside
+        self.values = ReplicaValues(model.parameters, lambda: has_optimizer(self._names.keys()), may_read=may_read)
+        self.gradients = StepGradients(reducer, may_read=may_read)
+        self.finite = (FiniteGradients if may_read else FiniteGradientsOnDevice)(nonfinite)
+        self.outside = OutsideParameters(may_read=may_read)
         self._world = world
         self._reducer = reducer
         self._gradient_number = 0
@@ -170,21 +168,21 @@ class WatchedSteps(Check):
         if reducer.num_reductions > self._num_reduced:
             reducer.watch.has_local_gradients = False  # taken beside those of a reduction: for a log, say
         self._warn_of_local_gradients(reducer)
-        self._finite.before_step(optimizer, held.known)
+        self.finite.before_step(optimizer, held.known)
         if self.is_compared:
             self.values.begin_update()
-            self._gradient_number = hash((self._gradient_number, self._gradients.number_of_step()))
+            self._gradient_number = hash((self._gradient_number, self.gradients.number_of_step()))
         self.optimizers.begin(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         held = self.optimizers.parameters_of(optimizer, self._names, self._ignored)
         reducer = self._reducer()
         if held.others and reducer is not None and reducer.num_reductions > 0:
-            self._outside.note_step(optimizer, held)
+            self.outside.note_step(optimizer, held)
         if held.known:
             self.optimizers.end(optimizer)
-            self._finite.after_step(optimizer)
-            self._gradients.note_step()
+            self.finite.after_step(optimizer)
+            self.gradients.note_step()
             if not self.optimizers.running:
                 self.values.end_update(reads=self.is_compared)
             self._num_reduced = self._num_reduced if reducer is None else reducer.num_reductions
