@@ -45,7 +45,7 @@ class Averaging:
     """`reducer` is None where nothing is trained, and `comparison` for one rank too."""
 
     def __init__(self, model: TrainedModel, world: World, reducing: ReducerOptions, options: ComparisonOptions) -> None:
-        self._world = world
+        self.world = world
         self.mean = MeanReduction(world)
         self.reducer: Reducer | None = None
         self.comparison: RankComparison | None = None
@@ -67,7 +67,7 @@ class Averaging:
         """Let a user's hook reduce the buckets from now on (each rank calls, with the same hook)."""
         if self.reducer is None:
             return
-        self.reducer.use_reduction(HookReduction(hook, self._world), only_gradients=True)
+        self.reducer.use_reduction(HookReduction(hook, self.world), only_gradients=True)
         if self.comparison is not None and not leaves_ranks_equal(hook.function):
             self.comparison.let_ranks_differ()
 
@@ -117,15 +117,12 @@ def leaves_ranks_equal(function: Callable[..., Any]) -> bool:
 class UnevenInputs(JoinHook):
     """A wrapper's part in `join`: on ranks with inputs, and as torch's hook on those without. [Note: uneven inputs]."""
 
-    def __init__(
-        self, wrapper: DistributedDataParallel, model: TrainedModel, world: World, averaging: Averaging
-    ) -> None:
+    def __init__(self, wrapper: DistributedDataParallel, model: TrainedModel, averaging: Averaging) -> None:
         super().__init__()
-        assert world.group is not None
+        assert averaging.world.group is not None
         self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
         self._model = model
-        self._world = world
-        self._group = world.group
+        self._group = averaging.world.group
         self._averaging = averaging
         self._device = wrapper.device
 
@@ -146,7 +143,7 @@ class UnevenInputs(JoinHook):
         """Overwrite the model with that of a rank that joined last (collective)."""
         source = self._highest_rank(is_candidate=is_last_joiner)
         broadcast_model(self._model, self._group, source, with_buffers=self._wrapper().forward_sync_buffers)
-        self._averaging.mean.divide_by(self._world.world_size)
+        self._averaging.mean.divide_by(self._averaging.world.world_size)
         self._averaging.set_joining(False)
 
     def _exchange_forward(self, *, buffers: bool, reduction: bool) -> tuple[bool, bool]:
@@ -184,10 +181,10 @@ class DelayedParameters:
     def __init__(self, module: nn.Module, named: Mapping[str, nn.Parameter], trigger: Tensor, world: World) -> None:
         assert world.group is not None
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._names = list(named)
+        self.named = named
         self._trigger_name = names.get(id(trigger), "")
         self._parameters = list(named.values())
-        self._world = world
+        self.world = world
         first = self._parameters[0]
         sizes = [each.numel() for each in self._parameters]
         self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
@@ -208,16 +205,12 @@ class DelayedParameters:
                 "This wrapper cannot be copied or saved: its param_to_hook_all_reduce is no parameter of the module, "
                 "so a copy would not have it. Copy the module, and wrap the copy. (LS324)"
             )
-        return self._names, self._trigger_name
-
-    def move_to(self, world: World) -> None:
-        """Average over the ranks of another group from now on (each rank calls)."""
-        self._world = world
+        return list(self.named), self._trigger_name
 
     def broadcast(self) -> None:
         """Overwrite the parameters with rank 0's (collective)."""
-        assert self._world.group is not None
-        broadcast_tensors(zip(self._names, self._parameters, strict=True), self._world.group)
+        assert self.world.group is not None
+        broadcast_tensors(self.named.items(), self.world.group)
 
     def prepare(self) -> None:
         """Let `.grad` of each parameter lie in the buffer; called before its backward."""
@@ -229,9 +222,9 @@ class DelayedParameters:
                 place.zero_()
 
     def _reduce(self, _gradient: Tensor) -> None:
-        if not self._world.has_group:
+        if not self.world.has_group:
             return
-        self._buffer.div_(self._world.world_size)
-        work = dist.all_reduce(self._buffer, group=self._world.group, async_op=True)
+        self._buffer.div_(self.world.world_size)
+        work = dist.all_reduce(self._buffer, group=self.world.group, async_op=True)
         assert work is not None
         queue_callback(work.wait)  # at the end of this backward

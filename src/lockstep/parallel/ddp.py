@@ -240,11 +240,13 @@ class DistributedDataParallel(TorchNames):
         )
         averaging = self._averaging = Averaging(model, self._workers, options, self._options)
         self.reducer: Any = averaging.reducer  # torch's attribute is of another type
-        self._uneven = UnevenInputs(self, model, self._workers, averaging)
+        self._uneven = UnevenInputs(self, model, averaging)
         self._sync = ModuleSync(model, self._workers, averaging, syncs_buffers=self.forward_sync_buffers)
         close_orphans(self.module)
         if averaging.comparison is not None:
             averaging.comparison.order.wrapper = weakref.ref(self)
+            if self._delayed is not None:
+                averaging.comparison.watch_delayed(self._delayed.named)
         self._sync.connect(self)
 
     # -- Forward -------------------------------------------------------------------------------------------------------
@@ -368,7 +370,7 @@ class DistributedDataParallel(TorchNames):
         self._workers = current_world(new_process_group)
         self._options = replace(self._options, model_number=number_model(self._workers))
         if self._delayed is not None:
-            self._delayed.move_to(self._workers)
+            self._delayed.world = self._workers
         self._sync.close()
         self._connect(TrainedModel(self.module, self.parameters_to_ignore))
         if self._hook is not None:

@@ -13,7 +13,7 @@ Invariants:
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, final
 
@@ -138,6 +138,10 @@ class RankComparison:
         """Compare parameters, optimizers and their steps no more (each rank calls)."""
         self._scopes.discard(Scope.REPLICAS)
         self._choose()
+
+    def watch_delayed(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Look for numbers that are not finite in the means of parameters that are in no bucket (local)."""
+        self._steps.finite.delayed = {id(parameter): name for name, parameter in named.items()}
 
     def expect_writes(self) -> None:
         """Read all parameters after the next step: they may be written to now (local)."""

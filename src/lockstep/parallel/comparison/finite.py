@@ -55,6 +55,8 @@ class FiniteCheck(Check, ABC):
         self._skips = nonfinite == "skip"
         self._names: list[str] = []
         """By which the parameters are numbered, the same on all ranks."""
+        self.delayed: dict[int, str] = {}
+        """Names, by identity, of parameters that are in no bucket: at a step their mean is looked at."""
         self._found = ""
         self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
 
@@ -84,6 +86,12 @@ class FiniteCheck(Check, ABC):
             parameter, gradient = self._hidden.pop()
             parameter.grad = gradient
 
+    def describe_delayed(self, parameter: nn.Parameter) -> str:
+        return (
+            f"The gradient of {self.delayed[id(parameter)]}, which delay_all_reduce_named_params holds back, was not "
+            "finite on one of the ranks"
+        )
+
     def _hide(self, parameters: Sequence[nn.Parameter]) -> None:
         """Let an optimizer's step change nothing."""
         self._hidden = [(each, each.grad) for each in parameters]
@@ -109,16 +117,19 @@ class FiniteGradients(FiniteCheck):
         return number
 
     def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        if not self._found or getattr(optimizer, "found_inf", None) is not None:
+        looked_at = parameters if self._found else [each for each in parameters if id(each) in self.delayed]
+        if not looked_at or getattr(optimizer, "found_inf", None) is not None:
             return  # a fused optimizer is given what a GradScaler has found
-        if all(is_finite(each.grad) for each in parameters if each.grad is not None):
+        odd = next((each for each in looked_at if each.grad is not None and not is_finite(each.grad)), None)
+        if odd is None:
             return
+        found = self._found or self.describe_delayed(odd)
         if self._skips:
-            _LOGGER.warning("%s, so that optimizer step changes nothing. (LS312)", self._found)
+            _LOGGER.warning("%s, so that optimizer step changes nothing. (LS312)", found)
             self._hide(parameters)
             return
         raise LossError(
-            f"{self._found}, and the mean over the ranks with it; the optimizer's step at {user_line()} would make "
+            f"{found}, and the mean over the ranks with it; the optimizer's step at {user_line()} would make "
             f"parameters NaN on all of them. {NONFINITE_ADVICE} (LS312)"
         )
 
@@ -274,8 +285,10 @@ class FiniteGradientsOnDevice(FiniteCheck):
         _LOGGER.warning("%s, so the optimizer's step at %s %s nothing. (LS312)", self._describe(step), step.line, verb)
 
     def _describe(self, step: _LaunchedUpdate) -> str:
-        number = list(step.read()).index(False)
-        return self._found or f"A mean gradient of shape {tuple(step.parameters[number].shape)} was not finite"
+        parameter = step.parameters[list(step.read()).index(False)]
+        if id(parameter) in self.delayed:
+            return self.describe_delayed(parameter)
+        return self._found or f"A mean gradient of shape {tuple(parameter.shape)} was not finite"
 
 
 @torch.no_grad()

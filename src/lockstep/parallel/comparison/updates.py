@@ -161,14 +161,17 @@ class WatchedSteps(Check):
             return
         if self.is_compared and held.others and reducer.num_reductions > 0:
             self._idle.look_at(optimizer, held, self._trained, self.optimizers.owned, reducer.num_reductions)
+        delayed = [each for each in held.all if id(each) in self.finite.delayed] if self.finite.delayed else []
         if not held.known:
+            if delayed:
+                self.finite.before_step(optimizer, delayed)
             return
         if self.is_compared:
             self._check_reduced(reducer, held.known)
         if reducer.num_reductions > self._num_reduced:
             reducer.watch.has_local_gradients = False  # taken beside those of a reduction: for a log, say
         self._warn_of_local_gradients(reducer)
-        self.finite.before_step(optimizer, held.known)
+        self.finite.before_step(optimizer, [*held.known, *delayed] if delayed else held.known)
         if self.is_compared:
             self.values.begin_update()
             self._gradient_number = hash((self._gradient_number, self.gradients.number_of_step()))
@@ -179,9 +182,9 @@ class WatchedSteps(Check):
         reducer = self._reducer()
         if held.others and reducer is not None and reducer.num_reductions > 0:
             self.outside.note_step(optimizer, held)
+        self.finite.after_step(optimizer)
         if held.known:
             self.optimizers.end(optimizer)
-            self.finite.after_step(optimizer)
             self.gradients.note_step()
             if not self.optimizers.running:
                 self.values.end_update(reads=self.is_compared)

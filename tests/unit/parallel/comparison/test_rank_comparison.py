@@ -3,6 +3,7 @@
 import gc
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import lockstep as ls
 from lockstep.comm import World
-from lockstep.errors import LockstepError, ParameterMismatchError, ReductionError
+from lockstep.errors import LockstepError, LossError, ParameterMismatchError, ReductionError
 from lockstep.parallel.comparison import values
 from lockstep.parallel.comparison.check import Check, Lines, Scope
 
@@ -290,6 +291,38 @@ def test_uneven_batches_are_told_of_where_steps_have_one_forward_or_two() -> Non
     texts = run(alternates_between_one_forward_and_two)
     assert all("rank 0 trained on 8 samples and rank 1 on 6" in text for text in texts)
     assert len(texts) == 2
+
+
+def has_a_delayed_nan(world: World, *, nonfinite: Any, alone: bool) -> str:
+    module = net()
+    delayed = module.get_parameter("2.weight")
+    model: Any = ls.DistributedDataParallel(
+        module,
+        nonfinite=nonfinite,
+        delay_all_reduce_named_params=[("2.weight", delayed)],
+        param_to_hook_all_reduce=module.get_parameter("0.weight"),
+    )
+    optimizer = torch.optim.SGD([delayed] if alone else module.parameters(), lr=0.1)
+    if world.rank == 1:
+        delayed.register_hook(lambda gradient: gradient * float("nan"))
+    model(rows(world.rank, 0)).square().mean().backward()
+    try:
+        optimizer.step()
+    except LossError as error:
+        return str(error)
+    finally:
+        model._sync.close()
+    return f"all are finite: {all(bool(each.isfinite().all()) for each in module.parameters())}"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_delayed_gradient_that_is_not_finite_is_told_at_the_step(alone: bool) -> None:
+    # Delayed gradients are in no bucket, and so nobody looked at them.
+    first, second = run_ranks(2, partial(has_a_delayed_nan, nonfinite="stop", alone=alone), has_default_group=True)
+    assert first == second
+    assert "gradient of 2.weight, which delay_all_reduce_named_params holds back, was not finite" in first
+    skipped = run_ranks(2, partial(has_a_delayed_nan, nonfinite="skip", alone=alone), has_default_group=True)
+    assert skipped == ["all are finite: True"] * 2
 
 
 # -- Methods that move the weights and put them back -------------------------------------------------------------------
