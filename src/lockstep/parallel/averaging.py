@@ -1,6 +1,6 @@
-"""How a wrapper averages gradients over one group: the mean, the reducer, and what the ranks compare in each backward.
+"""How a wrapper averages gradients over one group: the mean, the reducer, what the ranks compare, and the buffers.
 
-`Averaging` is made anew when the wrapper is connected to another group, and is not copied with the wrapper. Here is
+`ModuleSync` is made anew when the wrapper is connected to another group, and is not copied with the wrapper. Here is
 also what is averaged otherwise: by ranks that have run out of inputs, and parameters that are kept out of the buckets.
 
 [Note: uneven inputs] Within `join`, per forward of the ranks that still have inputs, in this order; a joined rank takes
@@ -15,6 +15,7 @@ part in each:
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, final
 
 import torch
@@ -24,9 +25,19 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import World, broadcast_tensors, ordered_hook, ring_hook
-from lockstep.parallel.buffers import broadcast_model
+from lockstep.parallel.arguments import count_samples, puts_time_first
+from lockstep.parallel.buffers import (
+    BufferBroadcast,
+    LoadedKeys,
+    ModuleBuffers,
+    ModuleHook,
+    broadcast_model,
+    buffers_go_before_forward,
+    send_no_buffers,
+)
 from lockstep.parallel.comparison import ComparisonOptions, RankComparison
 from lockstep.reduce import (
     CommHook,
@@ -37,31 +48,58 @@ from lockstep.reduce import (
     TrainedModel,
 )
 from lockstep.torch_private.autograd import queue_callback
-from lockstep.torch_private.modules import check_comm_hook
+from lockstep.torch_private.compiler import disable_compiler
+from lockstep.torch_private.modules import check_comm_hook, find_tensors, forward_pre_hooks
 
 
 @final
-class Averaging:
-    """`reducer` is None where nothing is trained, and `comparison` for one rank too."""
+class ModuleSync:
+    """Averages a module's gradients over one group, and does around a forward what a wrapper does.
 
-    def __init__(self, model: TrainedModel, world: World, reducing: ReducerOptions, options: ComparisonOptions) -> None:
+    Also when the wrapper was deleted:
+
+        model = DistributedDataParallel(model)
+        return model.module                        # a recipe that many copy
+
+    When torch's wrapper is deleted, each rank trains alone, without an error. So what the module's hooks need lives as
+    long as the module, until the group is destroyed or the module is wrapped again. A living wrapper is asked for what
+    it alone has: `join`, a user's hook for buffers, delayed parameters.
+    """
+
+    def __init__(
+        self,
+        wrapper: DistributedDataParallel,
+        model: TrainedModel,
+        world: World,
+        reducing: ReducerOptions,
+        options: ComparisonOptions,
+    ) -> None:
+        self.wrapper: Callable[[], Any] = weakref.ref(wrapper)
         self.world = world
         self.mean = MeanReduction(world)
         self.reducer: Reducer | None = None
+        """None where nothing is trained; and `comparison` for one rank too."""
         self.comparison: RankComparison | None = None
-        if not model.trained:
-            return
-        self.reducer = Reducer(model, world, replace(reducing, local_mean=self.mean), self.mean)
-        if world.world_size == 1:
-            return
-        self.comparison = RankComparison(
-            model,
-            world,
-            self.reducer,
-            options,
-            is_asynchronous=any(reducing.is_asynchronous(each.spec.device) for each in model.trained),
-        )
-        self.reducer.schedule.observer = self.comparison
+        self.buffers = BufferBroadcast(world)
+        self._syncs_buffers = reducing.compares_buffers
+        self._within = ModuleBuffers(model)
+        self._puts_time_first = puts_time_first(wrapper.module)
+        self._loaded = LoadedKeys()
+        if model.trained:
+            self.reducer = Reducer(model, world, replace(reducing, local_mean=self.mean), self.mean)
+            self.reducer.schedule.send_besides = partial(_start_weakly, weakref.WeakMethod(self.start_buffers))
+        if self.reducer is not None and world.world_size > 1:
+            is_asynchronous = any(reducing.is_asynchronous(each.spec.device) for each in model.trained)
+            self.comparison = RankComparison(model, world, self.reducer, options, is_asynchronous=is_asynchronous)
+            self.comparison.order.wrapper = self.wrapper
+            self.reducer.schedule.observer = self.comparison
+        _close_orphans(wrapper.module)
+        # On the inner module, so that a forward through `.module` is seen as well.
+        self._handles: list[RemovableHandle] = [
+            wrapper.module.register_load_state_dict_post_hook(self._loaded),
+            wrapper.module.register_forward_pre_hook(ForwardHook(self, self.before_forward), with_kwargs=True),
+            wrapper.module.register_forward_hook(ForwardHook(self, self.after_forward), with_kwargs=True),
+        ]
 
     def use_hook(self, hook: CommHook) -> None:
         """Let a user's hook reduce the buckets from now on (each rank calls, with the same hook)."""
@@ -75,6 +113,106 @@ class Averaging:
         """Say whether ranks may run out of inputs now, so that they are not compared (each rank calls)."""
         if self.comparison is not None:
             self.comparison.set_joining(is_joining)
+
+    def before_forward(self, module: nn.Module, _inputs: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        """Prepare for a forward (collective in training)."""
+        if not self.world.has_group:
+            return  # the module itself is called, to use it on one rank
+        wrapper, reducer = self.wrapper(), self.reducer
+        if reducer is not None:
+            reducer.finish_interrupted()
+        trains = module.training and torch.is_grad_enabled()
+        sends_buffers = trains and (reducer is None or reducer.watch.synchronizes) and self._will_send_buffers(wrapper)
+        joins = wrapper is not None and wrapper._join_config.enable  # noqa: SLF001 - torch's name
+        self.set_joining(joins)
+        self._loaded.warn()
+        if self.comparison is not None and torch.is_grad_enabled():
+            self.comparison.begin_forward(is_training=module.training)
+        source = wrapper._join_forward(sends_buffers=sends_buffers) if joins else 0  # noqa: SLF001 - its own part
+        self.buffers.source = source
+        if sends_buffers and buffers_go_before_forward(wrapper):
+            self._send_buffers(wrapper, source)
+        if trains and reducer is not None:
+            if wrapper is not None:
+                wrapper.logger.sample(reducer)
+            reducer.times.begin_forward()
+
+    def after_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Let its backward be reduced (collective where a user's hook sends buffers)."""
+        wrapper, reducer = self.wrapper(), self.reducer
+        if wrapper is not None and not buffers_go_before_forward(wrapper):
+            syncs = self.world.has_group and torch.is_grad_enabled() and wrapper.require_backward_grad_sync
+            if syncs and module.training and self._will_send_buffers(wrapper):
+                self._send_buffers(wrapper, 0)
+        if reducer is not None and torch.is_grad_enabled():
+            given = [*inputs, *kwargs.values()]
+            num_samples = count_samples(given, output, time_first=self._puts_time_first)
+            outputs = list(find_tensors(output))
+            on_reached = None
+            if self.comparison is not None:
+                on_reached = self.comparison.end_forward(module, given, outputs)
+            reducer.mark(*outputs, num_samples=num_samples, on_reached=on_reached)
+        if wrapper is not None and wrapper._delayed is not None:  # noqa: SLF001 - the wrapper's own part
+            wrapper._delayed.prepare()  # noqa: SLF001
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        return self._within.named()
+
+    def start_buffers(self) -> Callable[[], None]:
+        """Begin to send the buffers beside the gradients, so that all ranks evaluate the same ones after each step.
+
+        For every reduction, whether or not its forward was one in training: ranks must not differ in that. Returns what
+        ends it (collective).
+        """
+        wrapper = self.wrapper()
+        if not self._will_send_buffers(wrapper) or getattr(wrapper, "buffer_hook", None) is not None:
+            return send_no_buffers
+        if wrapper is None:
+            self.buffers.source = 0  # it may have left that of a `join`
+        return self.buffers.start(self.named_buffers().items())
+
+    def close(self) -> None:
+        """Do nothing more, and let the module go (local)."""
+        while self._handles:
+            self._handles.pop().remove()
+        if self.reducer is not None:
+            self.reducer.close()
+        if self.comparison is not None:
+            self.comparison.close()
+
+    def _will_send_buffers(self, wrapper: Any) -> bool:
+        if wrapper is not None:
+            return bool(wrapper.will_sync_module_buffers())
+        return self._syncs_buffers and bool(self.named_buffers())
+
+    def _send_buffers(self, wrapper: Any, source: int) -> None:
+        if wrapper is not None:
+            wrapper._sync_module_buffers(source)  # noqa: SLF001 - torch's name, which a subclass may have
+        else:
+            self.buffers.broadcast(self.named_buffers().items())
+
+
+@final
+class ForwardHook(ModuleHook):
+    def __init__(self, module_sync: ModuleSync, call: Callable[..., None]) -> None:
+        self.module_sync = module_sync
+        self._call = call
+
+    @disable_compiler
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+
+def _close_orphans(module: nn.Module) -> None:
+    """Remove the hooks of deleted wrappers of this module, which is about to be wrapped again (local)."""
+    for hook in list(forward_pre_hooks(module).values()):
+        if isinstance(hook, ForwardHook) and hook.module_sync.wrapper() is None:
+            hook.module_sync.close()
+
+
+def _start_weakly(method: "weakref.WeakMethod[Callable[[], Callable[[], None]]]") -> Callable[[], None]:
+    start = method()
+    return send_no_buffers if start is None else start()
 
 
 def check_options(nonfinite: str, on_skip: str) -> None:
@@ -117,18 +255,17 @@ def leaves_ranks_equal(function: Callable[..., Any]) -> bool:
 class UnevenInputs(JoinHook):
     """A wrapper's part in `join`: on ranks with inputs, and as torch's hook on those without. [Note: uneven inputs]."""
 
-    def __init__(self, wrapper: DistributedDataParallel, model: TrainedModel, averaging: Averaging) -> None:
+    def __init__(self, wrapper: DistributedDataParallel, model: TrainedModel, module_sync: ModuleSync) -> None:
         super().__init__()
-        assert averaging.world.group is not None
         self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
         self._model = model
-        self._group = averaging.world.group
-        self._averaging = averaging
+        self._group = wrapper.process_group
+        self._sync = module_sync
         self._device = wrapper.device
 
     def begin_forward(self, *, sends_buffers: bool, reduces: bool) -> int | None:
         """Say to ranks without inputs what this forward does; return the rank whose buffers are sent (collective)."""
-        self._exchange_forward(buffers=sends_buffers, reduction=reduces and self._averaging.reducer is not None)
+        self._exchange_forward(buffers=sends_buffers, reduction=reduces and self._sync.reducer is not None)
         return self._highest_rank(is_candidate=True) if sends_buffers else None
 
     def main_hook(self) -> None:
@@ -136,15 +273,15 @@ class UnevenInputs(JoinHook):
         buffers, reduction = self._exchange_forward(buffers=False, reduction=False)
         if buffers:
             self._wrapper()._sync_module_buffers(self._highest_rank(is_candidate=False))  # noqa: SLF001 - torch's name
-        if reduction and self._averaging.reducer is not None:
-            self._averaging.reducer.reduce_nothing()
+        if reduction and self._sync.reducer is not None:
+            self._sync.reducer.reduce_nothing()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Overwrite the model with that of a rank that joined last (collective)."""
         source = self._highest_rank(is_candidate=is_last_joiner)
         broadcast_model(self._model, self._group, source, with_buffers=self._wrapper().forward_sync_buffers)
-        self._averaging.mean.divide_by(self._averaging.world.world_size)
-        self._averaging.set_joining(False)
+        self._sync.mean.divide_by(self._sync.world.world_size)
+        self._sync.set_joining(False)
 
     def _exchange_forward(self, *, buffers: bool, reduction: bool) -> tuple[bool, bool]:
         """Return whether any rank sends buffers before this forward, and reduces after it (collective)."""

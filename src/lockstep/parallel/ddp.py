@@ -5,11 +5,9 @@ compiler ask for it. The reduction is `lockstep.reduce`; torch's C++ reducer is 
 to do with gradients: the list of buffers, the checks of a hook's signature, `scatter` and `gather`.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Final, Literal, Self, cast, final
+from typing import Any, Final, Literal, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -17,28 +15,25 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import parallel as torch_parallel
-from torch.utils.hooks import RemovableHandle
 
-from lockstep.comm import World, current_world
+from lockstep.comm import current_world
 from lockstep.devices.transfer import InputCopies
 from lockstep.errors import GroupError
 from lockstep.parallel.arguments import (
     call_in_precision,
     check_parameters,
-    count_samples,
     find_buffer_syncs,
     find_limits,
     find_placement,
     find_world,
     prepare_precisions,
-    puts_time_first,
     reduce_dtype,
     refuse_sync_batch_norm_on_cpu,
     warn_of_ignored,
 )
 from lockstep.parallel.averaging import (
-    Averaging,
     DelayedParameters,
+    ModuleSync,
     UnevenInputs,
     built_in_hook,
     check_delayed,
@@ -46,13 +41,7 @@ from lockstep.parallel.averaging import (
     check_options,
 )
 from lockstep.parallel.buffers import (
-    BufferBroadcast,
-    LoadedKeys,
-    ModuleBuffers,
-    ModuleHook,
     broadcast_model,
-    buffers_go_before_forward,
-    send_no_buffers,
 )
 from lockstep.parallel.comparison import ComparisonOptions, compare_at_start, number_model
 from lockstep.parallel.torch_names import Statistics, TorchNames, arguments_from_torch, describe_shared_arguments
@@ -60,8 +49,6 @@ from lockstep.reduce import CommHook, ReducerOptions, TrainedModel, check_same_m
 from lockstep.torch_private.compiler import disable_compiler
 from lockstep.torch_private.groups import root_mesh
 from lockstep.torch_private.modules import (
-    find_tensors,
-    forward_pre_hooks,
     has_torchs_comm_hook,
     ignored_names,
     localize_tensor_parallel,
@@ -70,7 +57,7 @@ from lockstep.torch_private.modules import (
 
 _TORCHS: Any = torch_parallel.DistributedDataParallel
 """Bound now: `lockstep.drop_in` puts ours in its place."""
-_NOT_COPIED: Final = frozenset({"process_group", "reducer", "_workers", "_sync", "_averaging", "_uneven", "_hook"})
+_NOT_COPIED: Final = frozenset({"process_group", "reducer", "_workers", "_sync", "_uneven", "_hook"})
 """Attributes that belong to a group, or live only in this process: a copy begins anew over the default group."""
 
 
@@ -238,16 +225,11 @@ class DistributedDataParallel(TorchNames):
             compares_buffers=self.forward_sync_buffers,
             skips_unused=self.skip_all_reduce_unused_params,
         )
-        averaging = self._averaging = Averaging(model, self._workers, options, self._options)
-        self.reducer: Any = averaging.reducer  # torch's attribute is of another type
-        self._uneven = UnevenInputs(self, model, averaging)
-        self._sync = ModuleSync(model, self._workers, averaging, syncs_buffers=self.forward_sync_buffers)
-        close_orphans(self.module)
-        if averaging.comparison is not None:
-            averaging.comparison.order.wrapper = weakref.ref(self)
-            if self._delayed is not None:
-                averaging.comparison.watch_delayed(self._delayed.named)
-        self._sync.connect(self)
+        self._sync = ModuleSync(self, model, self._workers, options, self._options)
+        self.reducer: Any = self._sync.reducer  # torch's attribute is of another type
+        self._uneven = UnevenInputs(self, model, self._sync)
+        if self._sync.comparison is not None and self._delayed is not None:
+            self._sync.comparison.watch_delayed(self._delayed.named)
 
     # -- Forward -------------------------------------------------------------------------------------------------------
 
@@ -257,7 +239,7 @@ class DistributedDataParallel(TorchNames):
 
         Collective in training mode if the module has buffers that are broadcast.
         """
-        if not self._sync.has_group:
+        if not self._workers.has_group:
             raise GroupError(
                 "The process group over which this module was wrapped was destroyed. Make a new one with "
                 "ls.init_process_group() and wrap the module again, or call the module itself to use it on one "
@@ -285,13 +267,13 @@ class DistributedDataParallel(TorchNames):
         For a batch that this rank leaves out. The mean is then over the other ranks, and `.grad` holds it here too: go
         on as after a backward, with clipping and the optimizer's step.
         """
-        if self._averaging.comparison is not None:
-            self._averaging.comparison.take_part_with_nothing()
+        if self._sync.comparison is not None:
+            self._sync.comparison.take_part_with_nothing()
 
     def train(self, mode: bool = True) -> Self:
         """Set the module in training mode, or in evaluation mode."""
-        if self._averaging.comparison is not None:
-            self._averaging.comparison.expect_writes()
+        if self._sync.comparison is not None:
+            self._sync.comparison.expect_writes()
         return super().train(mode)
 
     # -- Buffers -------------------------------------------------------------------------------------------------------
@@ -334,7 +316,7 @@ class DistributedDataParallel(TorchNames):
         if self._hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once. (LS309)")
         self._hook = hook
-        self._averaging.use_hook(hook)
+        self._sync.use_hook(hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         self._register_hook(built_in_hook(comm_hook_type, self.process_group))
@@ -345,20 +327,15 @@ class DistributedDataParallel(TorchNames):
         """Return what mirrors this module's collectives on a rank that has run out of inputs."""
         self.logger.joins_uneven_inputs = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        self._averaging.set_joining(True)
+        self._sync.set_joining(True)
         return self._uneven
-
-    @property
-    def _is_joining(self) -> bool:
-        is_enabled: bool = self._join_config.enable
-        return is_enabled
 
     def _join_forward(self, *, sends_buffers: bool) -> int:
         """Say to ranks without inputs what this forward does; return the rank whose buffers are sent (collective)."""
         work = Join.notify_join_context(self)
         if work is not None and not self._divide_by_initial_world_size:
             (num_ranks,) = work.get_future().wait()
-            self._averaging.mean.divide_by(int(num_ranks.item()))
+            self._sync.mean.divide_by(int(num_ranks.item()))
         reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
         source = self._uneven.begin_forward(sends_buffers=sends_buffers, reduces=reduces)
         return self._sync.buffers.source if source is None else source
@@ -374,7 +351,7 @@ class DistributedDataParallel(TorchNames):
         self._sync.close()
         self._connect(TrainedModel(self.module, self.parameters_to_ignore))
         if self._hook is not None:
-            self._averaging.use_hook(self._hook)
+            self._sync.use_hook(self._hook)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; as torch's, only with the default group."""
@@ -429,147 +406,3 @@ def convert_wrapper(wrapper: Any) -> DistributedDataParallel:
     DistributedDataParallel.__init__(converted, wrapper.module, **arguments_from_torch(state))
     vars(converted).update({name: state[name] for name in vars(nn.Module()) if name in state})
     return converted
-
-
-@final
-class ModuleSync:
-    """Does around a forward what a wrapper does, also when that was deleted.
-
-        model = DistributedDataParallel(model)
-        return model.module                        # a recipe that many copy
-
-    When torch's wrapper is deleted, each rank trains alone, without an error. So what the module's hooks need lives as
-    long as the module, until the group is destroyed or the module is wrapped again. A living wrapper is asked for what
-    it alone has: `join`, a user's hook for buffers, delayed parameters.
-    """
-
-    def __init__(self, model: TrainedModel, world: World, averaging: Averaging, *, syncs_buffers: bool) -> None:
-        self.wrapper: Callable[[], DistributedDataParallel | None] = lambda: None
-        self.buffers = BufferBroadcast(world)
-        self._handles: list[RemovableHandle] = []
-        self._model = model
-        self._world = world
-        self._averaging = averaging
-        self._reducer = averaging.reducer
-        self._comparison = averaging.comparison
-        self._syncs_buffers = syncs_buffers
-        self._within = ModuleBuffers(model)
-        self._puts_time_first = model.module is not None and puts_time_first(model.module)
-        self._loaded = LoadedKeys()
-
-    @property
-    def has_group(self) -> bool:
-        return self._world.has_group
-
-    def connect(self, wrapper: DistributedDataParallel) -> None:
-        """Be called around the forwards of its module, and where its buffers are sent (local)."""
-        module = wrapper.module
-        self.wrapper = weakref.ref(wrapper)
-        if self._reducer is not None:
-            self._reducer.schedule.send_besides = partial(_start_weakly, weakref.WeakMethod(self.start_buffers))
-        # On the inner module, so that a forward through `.module` is seen as well.
-        self._handles = [
-            module.register_load_state_dict_post_hook(self._loaded),
-            module.register_forward_pre_hook(ForwardHook(self, self.before_forward), with_kwargs=True),
-            module.register_forward_hook(ForwardHook(self, self.after_forward), with_kwargs=True),
-        ]
-
-    def before_forward(self, module: nn.Module, _inputs: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        """Prepare for a forward (collective in training)."""
-        if not self.has_group:
-            return  # the module itself is called, to use it on one rank
-        wrapper, reducer = self.wrapper(), self._reducer
-        if reducer is not None:
-            reducer.finish_interrupted()
-        trains = module.training and torch.is_grad_enabled()
-        sends_buffers = trains and (reducer is None or reducer.watch.synchronizes) and self._will_send_buffers(wrapper)
-        joins = wrapper is not None and wrapper._is_joining  # noqa: SLF001 - the wrapper's own part
-        self._averaging.set_joining(joins)
-        self._loaded.warn()
-        if self._comparison is not None and torch.is_grad_enabled():
-            self._comparison.begin_forward(is_training=module.training)
-        source = wrapper._join_forward(sends_buffers=sends_buffers) if wrapper is not None and joins else 0  # noqa: SLF001
-        self.buffers.source = source
-        if sends_buffers and buffers_go_before_forward(wrapper):
-            self._send_buffers(wrapper, source)
-        if trains and reducer is not None:
-            if wrapper is not None:
-                wrapper.logger.sample(reducer)
-            reducer.times.begin_forward()
-
-    def after_forward(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Let its backward be reduced (collective where a user's hook sends buffers)."""
-        wrapper, reducer = self.wrapper(), self._reducer
-        if wrapper is not None and not buffers_go_before_forward(wrapper):
-            syncs = self.has_group and torch.is_grad_enabled() and wrapper.require_backward_grad_sync
-            if syncs and module.training and self._will_send_buffers(wrapper):
-                self._send_buffers(wrapper, 0)
-        if reducer is not None and torch.is_grad_enabled():
-            given = [*inputs, *kwargs.values()]
-            num_samples = count_samples(given, output, time_first=self._puts_time_first)
-            outputs = list(find_tensors(output))
-            on_reached = None
-            if self._comparison is not None:
-                on_reached = self._comparison.end_forward(module, given, outputs)
-            reducer.mark(*outputs, num_samples=num_samples, on_reached=on_reached)
-        if wrapper is not None and wrapper._delayed is not None:  # noqa: SLF001 - the wrapper's own part
-            wrapper._delayed.prepare()  # noqa: SLF001
-
-    def named_buffers(self) -> dict[str, Tensor]:
-        return self._within.named()
-
-    def start_buffers(self) -> Callable[[], None]:
-        """Begin to send the buffers beside the gradients, so that all ranks evaluate the same ones after each step.
-
-        For every reduction, whether or not its forward was one in training: ranks must not differ in that. Returns what
-        ends it (collective).
-        """
-        wrapper = self.wrapper()
-        if not self._will_send_buffers(wrapper) or getattr(wrapper, "buffer_hook", None) is not None:
-            return send_no_buffers
-        if wrapper is None:
-            self.buffers.source = 0  # it may have left that of a `join`
-        return self.buffers.start(self.named_buffers().items())
-
-    def close(self) -> None:
-        """Do nothing more, and let the module go (local)."""
-        while self._handles:
-            self._handles.pop().remove()
-        if self._reducer is not None:
-            self._reducer.close()
-        if self._comparison is not None:
-            self._comparison.close()
-
-    def _will_send_buffers(self, wrapper: DistributedDataParallel | None) -> bool:
-        if wrapper is not None:
-            return wrapper.will_sync_module_buffers()
-        return self._syncs_buffers and bool(self.named_buffers())
-
-    def _send_buffers(self, wrapper: DistributedDataParallel | None, source: int) -> None:
-        if wrapper is not None:
-            wrapper._sync_module_buffers(source)  # noqa: SLF001 - torch's name, which a subclass may have
-        else:
-            self.buffers.broadcast(self.named_buffers().items())
-
-
-@final
-class ForwardHook(ModuleHook):
-    def __init__(self, module_sync: ModuleSync, call: Callable[..., None]) -> None:
-        self.module_sync = module_sync
-        self._call = call
-
-    @disable_compiler
-    def __call__(self, *arguments: Any) -> None:
-        self._call(*arguments)
-
-
-def close_orphans(module: nn.Module) -> None:
-    """Remove the hooks of deleted wrappers of this module, which is about to be wrapped again (local)."""
-    for hook in list(forward_pre_hooks(module).values()):
-        if isinstance(hook, ForwardHook) and hook.module_sync.wrapper() is None:
-            hook.module_sync.close()
-
-
-def _start_weakly(method: "weakref.WeakMethod[Callable[[], Callable[[], None]]]") -> Callable[[], None]:
-    start = method()
-    return send_no_buffers if start is None else start()

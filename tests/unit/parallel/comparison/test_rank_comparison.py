@@ -544,7 +544,7 @@ def test_a_check_is_called_at_every_moment_and_its_finding_raised_on_all_ranks(*
 
     def train_with_an_own_check(loop: Loop) -> None:
         checks.append(OwnCheck(loop))
-        comparison = loop.model._averaging.comparison
+        comparison = loop.model._sync.comparison
         comparison.checks.append(checks[-1])
         comparison.set_joining(is_joining=True)  # as at any other time, it is compared no more and then again
         comparison.set_joining(is_joining=False)
