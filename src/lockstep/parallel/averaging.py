@@ -30,7 +30,6 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.comm import World, broadcast_tensors, ordered_hook, ring_hook
 from lockstep.parallel.arguments import count_samples, puts_time_first
 from lockstep.parallel.buffers import (
-    BufferBroadcast,
     LoadedKeys,
     ModuleBuffers,
     ModuleHook,
@@ -80,9 +79,8 @@ class ModuleSync:
         self.reducer: Reducer | None = None
         """None where nothing is trained; and `comparison` for one rank too."""
         self.comparison: RankComparison | None = None
-        self.buffers = BufferBroadcast(world)
+        self.buffers = ModuleBuffers(model, world)
         self._syncs_buffers = reducing.compares_buffers
-        self._within = ModuleBuffers(model)
         self._puts_time_first = puts_time_first(wrapper.module)
         self._loaded = LoadedKeys()
         if model.trained:
@@ -155,9 +153,6 @@ class ModuleSync:
         if wrapper is not None and wrapper._delayed is not None:  # noqa: SLF001 - the wrapper's own part
             wrapper._delayed.prepare()  # noqa: SLF001
 
-    def named_buffers(self) -> dict[str, Tensor]:
-        return self._within.named()
-
     def start_buffers(self) -> Callable[[], None]:
         """Begin to send the buffers beside the gradients, so that all ranks evaluate the same ones after each step.
 
@@ -169,7 +164,7 @@ class ModuleSync:
             return send_no_buffers
         if wrapper is None:
             self.buffers.source = 0  # it may have left that of a `join`
-        return self.buffers.start(self.named_buffers().items())
+        return self.buffers.start()
 
     def close(self) -> None:
         """Do nothing more, and let the module go (local)."""
@@ -183,13 +178,13 @@ class ModuleSync:
     def _will_send_buffers(self, wrapper: Any) -> bool:
         if wrapper is not None:
             return bool(wrapper.will_sync_module_buffers())
-        return self._syncs_buffers and bool(self.named_buffers())
+        return self._syncs_buffers and bool(self.buffers.named())
 
     def _send_buffers(self, wrapper: Any, source: int) -> None:
         if wrapper is not None:
             wrapper._sync_module_buffers(source)  # noqa: SLF001 - torch's name, which a subclass may have
         else:
-            self.buffers.broadcast(self.named_buffers().items())
+            self.buffers.send()
 
 
 @final

@@ -4,7 +4,7 @@ And `LoadedKeys`, for checkpoints of which nothing was loaded.
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from operator import is_
 from typing import Any, Final, final
@@ -29,34 +29,29 @@ _PREFIXES: Final = ("module.", "_orig_mod.")
 
 
 @final
-class BufferBroadcast:
-    """Broadcasts buffers over the ranks of a wrapper, from rank `source`."""
+class ModuleBuffers:
+    """The buffers of a module, and how they are sent to the ranks of its wrapper, from rank `source`.
 
-    def __init__(self, world: World) -> None:
+    Its layers are found anew where one has come or gone: a walk in each step takes long.
+    """
+
+    def __init__(self, model: TrainedModel, world: World) -> None:
+        assert world.group is not None
         self.source = 0
-        self._broadcast = None if world.group is None else TensorBroadcast(world.group)
+        self._model = model
+        self._broadcast = TensorBroadcast(world.group)
+        self._find_layers()
 
-    def broadcast(self, buffers: Iterable[tuple[str, Tensor]]) -> None:
+    def send(self) -> None:
         """Overwrite the buffers, before a forward (collective)."""
-        assert self._broadcast is not None
         waiting = own_recorder().during(EventKind.WAITING, -1, text="buffers before a forward")
         with waiting, calls_for(BUFFERS_BEFORE_FORWARD):
-            self._broadcast.start(buffers, self.source, waits=True)
+            self._broadcast.start(self.named().items(), self.source, waits=True)
 
-    def start(self, buffers: Iterable[tuple[str, Tensor]]) -> Callable[[], None]:
+    def start(self) -> Callable[[], None]:
         """Begin to overwrite the buffers, beside the gradients; return what waits for it (collective)."""
-        assert self._broadcast is not None
         with calls_for(BUFFERS_AFTER_BACKWARD):
-            return self._broadcast.start(buffers, self.source)
-
-
-@final
-class ModuleBuffers:
-    """The buffers of a module. Its layers are found anew where one has come or gone: a walk in each step takes long."""
-
-    def __init__(self, model: TrainedModel) -> None:
-        self._model = model
-        self._find_layers()
+            return self._broadcast.start(self.named().items(), self.source)
 
     def named(self) -> dict[str, Tensor]:
         """Return them by name, each once: a forward may have put another tensor in a buffer's place."""

@@ -281,7 +281,7 @@ class DistributedDataParallel(TorchNames):
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:  # type: ignore[override] # torch assigns to it
         """The buffers by name, those of layers that were added after wrapping too."""
-        return self._sync.named_buffers()
+        return self._sync.buffers.named()
 
     @property
     def modules_buffers(self) -> list[Tensor]:  # type: ignore[override] # likewise
@@ -293,7 +293,7 @@ class DistributedDataParallel(TorchNames):
         hook = getattr(self, "buffer_hook", None)
         if hook is None:
             self._sync.buffers.source = authoritative_rank
-            self._sync.buffers.broadcast(self.named_module_buffers.items())
+            self._sync.buffers.send()
             return
         futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
         if futures is not None and self.reducer is not None:
