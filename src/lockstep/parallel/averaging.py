@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -48,11 +48,17 @@ from lockstep.reduce import (
 )
 from lockstep.torch_private.autograd import queue_callback
 from lockstep.torch_private.compiler import disable_compiler
-from lockstep.torch_private.modules import check_comm_hook, find_tensors, forward_pre_hooks
+from lockstep.torch_private.modules import (
+    check_comm_hook,
+    find_tensors,
+    forward_pre_hooks,
+    joins_uneven_inputs,
+    sync_module_buffers,
+)
 
 
 @final
-class ModuleSync:
+class ModuleSync(JoinHook):
     """Averages a module's gradients over one group, and does around a forward what a wrapper does.
 
     Also when the wrapper was deleted:
@@ -62,7 +68,7 @@ class ModuleSync:
 
     When torch's wrapper is deleted, each rank trains alone, without an error. So what the module's hooks need lives as
     long as the module, until the group is destroyed or the module is wrapped again. A living wrapper is asked for what
-    it alone has: `join`, a user's hook for buffers, delayed parameters.
+    it alone has: `join`, and a user's hook for buffers. For a rank without inputs it is the hook of torch's `Join`.
     """
 
     def __init__(
@@ -72,14 +78,23 @@ class ModuleSync:
         world: World,
         reducing: ReducerOptions,
         options: ComparisonOptions,
+        delayed: "DelayedParameters | None",
     ) -> None:
+        super().__init__()
+        assert world.group is not None
         self.wrapper: Callable[[], Any] = weakref.ref(wrapper)
         self.world = world
         self.mean = MeanReduction(world)
+        self.divides_by_all = True
+        """Within `join`: by all ranks, and not by those that still have inputs."""
         self.reducer: Reducer | None = None
         """None where nothing is trained; and `comparison` for one rank too."""
         self.comparison: RankComparison | None = None
         self.buffers = ModuleBuffers(model, world)
+        self._model = model
+        self._group = world.group
+        self._device = wrapper.device
+        self._delayed = delayed
         self._syncs_buffers = reducing.compares_buffers
         self._puts_time_first = puts_time_first(wrapper.module)
         self._loaded = LoadedKeys()
@@ -90,6 +105,8 @@ class ModuleSync:
             is_asynchronous = any(reducing.is_asynchronous(each.spec.device) for each in model.trained)
             self.comparison = RankComparison(model, world, self.reducer, options, is_asynchronous=is_asynchronous)
             self.comparison.order.wrapper = self.wrapper
+            if delayed is not None:
+                self.comparison.watch_delayed(delayed.named)
             self.reducer.schedule.observer = self.comparison
         _close_orphans(wrapper.module)
         # On the inner module, so that a forward through `.module` is seen as well.
@@ -121,12 +138,12 @@ class ModuleSync:
             reducer.finish_interrupted()
         trains = module.training and torch.is_grad_enabled()
         sends_buffers = trains and (reducer is None or reducer.watch.synchronizes) and self._will_send_buffers(wrapper)
-        joins = wrapper is not None and wrapper._join_config.enable  # noqa: SLF001 - torch's name
+        joins = wrapper is not None and joins_uneven_inputs(wrapper)
         self.set_joining(joins)
         self._loaded.warn()
         if self.comparison is not None and torch.is_grad_enabled():
             self.comparison.begin_forward(is_training=module.training)
-        source = wrapper._join_forward(sends_buffers=sends_buffers) if joins else 0  # noqa: SLF001 - its own part
+        source = self._begin_joined_forward(wrapper, sends_buffers=sends_buffers) if joins else 0
         self.buffers.source = source
         if sends_buffers and buffers_go_before_forward(wrapper):
             self._send_buffers(wrapper, source)
@@ -150,8 +167,8 @@ class ModuleSync:
             if self.comparison is not None:
                 on_reached = self.comparison.end_forward(module, given, outputs)
             reducer.mark(*outputs, num_samples=num_samples, on_reached=on_reached)
-        if wrapper is not None and wrapper._delayed is not None:  # noqa: SLF001 - the wrapper's own part
-            wrapper._delayed.prepare()  # noqa: SLF001
+        if self._delayed is not None:
+            self._delayed.prepare()
 
     def start_buffers(self) -> Callable[[], None]:
         """Begin to send the buffers beside the gradients, so that all ranks evaluate the same ones after each step.
@@ -182,9 +199,49 @@ class ModuleSync:
 
     def _send_buffers(self, wrapper: Any, source: int) -> None:
         if wrapper is not None:
-            wrapper._sync_module_buffers(source)  # noqa: SLF001 - torch's name, which a subclass may have
+            sync_module_buffers(wrapper, source)
         else:
             self.buffers.send()
+
+    # -- Uneven inputs: [Note: uneven inputs] --------------------------------------------------------------------------
+
+    def _begin_joined_forward(self, wrapper: Any, *, sends_buffers: bool) -> int:
+        """Say to ranks without inputs what this forward does; return the rank whose buffers are sent (collective)."""
+        work = Join.notify_join_context(wrapper)
+        if work is not None and not self.divides_by_all:
+            (num_ranks,) = work.get_future().wait()
+            self.mean.divide_by(int(num_ranks.item()))
+        reduces = torch.is_grad_enabled() and wrapper.require_backward_grad_sync and self.reducer is not None
+        self._exchange_forward(buffers=sends_buffers, reduction=reduces)
+        return self._highest_rank(is_candidate=True) if sends_buffers else self.buffers.source
+
+    def main_hook(self) -> None:
+        """Take part in a forward and backward of the others without inputs (collective)."""
+        buffers, reduction = self._exchange_forward(buffers=False, reduction=False)
+        if buffers:
+            self._send_buffers(self.wrapper(), self._highest_rank(is_candidate=False))
+        if reduction and self.reducer is not None:
+            self.reducer.reduce_nothing()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Overwrite the model with that of a rank that joined last (collective)."""
+        source = self._highest_rank(is_candidate=is_last_joiner)
+        broadcast_model(self._model, self._group, source, with_buffers=self._syncs_buffers)
+        self.mean.divide_by(self.world.world_size)
+        self.set_joining(False)
+
+    def _exchange_forward(self, *, buffers: bool, reduction: bool) -> tuple[bool, bool]:
+        """Return whether any rank sends buffers before this forward, and reduces after it (collective)."""
+        flags = torch.tensor([float(buffers), float(reduction)], device=self._device)
+        dist.all_reduce(flags, group=self._group)
+        any_buffers, any_reduction = flags.tolist()
+        return any_buffers > 0, any_reduction > 0
+
+    def _highest_rank(self, *, is_candidate: bool) -> int:
+        """Return the highest rank of the group that is a candidate (collective; at least one rank is)."""
+        own = torch.tensor([self._group.rank() if is_candidate else -1], device=self._device)
+        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._group)
+        return int(own.item())
 
 
 @final
@@ -244,52 +301,6 @@ def leaves_ranks_equal(function: Callable[..., Any]) -> bool:
         return True
     module = getattr(function, "__module__", "") or ""
     return module.startswith("torch.distributed.algorithms.ddp_comm_hooks.") and "post_localSGD" not in module
-
-
-@final
-class UnevenInputs(JoinHook):
-    """A wrapper's part in `join`: on ranks with inputs, and as torch's hook on those without. [Note: uneven inputs]."""
-
-    def __init__(self, wrapper: DistributedDataParallel, model: TrainedModel, module_sync: ModuleSync) -> None:
-        super().__init__()
-        self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
-        self._model = model
-        self._group = wrapper.process_group
-        self._sync = module_sync
-        self._device = wrapper.device
-
-    def begin_forward(self, *, sends_buffers: bool, reduces: bool) -> int | None:
-        """Say to ranks without inputs what this forward does; return the rank whose buffers are sent (collective)."""
-        self._exchange_forward(buffers=sends_buffers, reduction=reduces and self._sync.reducer is not None)
-        return self._highest_rank(is_candidate=True) if sends_buffers else None
-
-    def main_hook(self) -> None:
-        """Take part in a forward and backward of the others without inputs (collective)."""
-        buffers, reduction = self._exchange_forward(buffers=False, reduction=False)
-        if buffers:
-            self._wrapper()._sync_module_buffers(self._highest_rank(is_candidate=False))  # noqa: SLF001 - torch's name
-        if reduction and self._sync.reducer is not None:
-            self._sync.reducer.reduce_nothing()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Overwrite the model with that of a rank that joined last (collective)."""
-        source = self._highest_rank(is_candidate=is_last_joiner)
-        broadcast_model(self._model, self._group, source, with_buffers=self._wrapper().forward_sync_buffers)
-        self._sync.mean.divide_by(self._sync.world.world_size)
-        self._sync.set_joining(False)
-
-    def _exchange_forward(self, *, buffers: bool, reduction: bool) -> tuple[bool, bool]:
-        """Return whether any rank sends buffers before this forward, and reduces after it (collective)."""
-        flags = torch.tensor([float(buffers), float(reduction)], device=self._device)
-        dist.all_reduce(flags, group=self._group)
-        any_buffers, any_reduction = flags.tolist()
-        return any_buffers > 0, any_reduction > 0
-
-    def _highest_rank(self, *, is_candidate: bool) -> int:
-        """Return the highest rank of the group that is a candidate (collective; at least one rank is)."""
-        own = torch.tensor([self._group.rank() if is_candidate else -1], device=self._device)
-        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self._group)
-        return int(own.item())
 
 
 def check_delayed(

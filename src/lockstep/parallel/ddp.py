@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 from torch.nn import parallel as torch_parallel
 
 from lockstep.comm import current_world
@@ -34,7 +34,6 @@ from lockstep.parallel.arguments import (
 from lockstep.parallel.averaging import (
     DelayedParameters,
     ModuleSync,
-    UnevenInputs,
     built_in_hook,
     check_delayed,
     check_hook,
@@ -57,7 +56,7 @@ from lockstep.torch_private.modules import (
 
 _TORCHS: Any = torch_parallel.DistributedDataParallel
 """Bound now: `lockstep.drop_in` puts ours in its place."""
-_NOT_COPIED: Final = frozenset({"process_group", "reducer", "_workers", "_sync", "_uneven", "_hook"})
+_NOT_COPIED: Final = frozenset({"process_group", "reducer", "_workers", "_sync", "_hook"})
 """Attributes that belong to a group, or live only in this process: a copy begins anew over the default group."""
 
 
@@ -225,11 +224,8 @@ class DistributedDataParallel(TorchNames):
             compares_buffers=self.forward_sync_buffers,
             skips_unused=self.skip_all_reduce_unused_params,
         )
-        self._sync = ModuleSync(self, model, self._workers, options, self._options)
+        self._sync = ModuleSync(self, model, self._workers, options, self._options, self._delayed)
         self.reducer: Any = self._sync.reducer  # torch's attribute is of another type
-        self._uneven = UnevenInputs(self, model, self._sync)
-        if self._sync.comparison is not None and self._delayed is not None:
-            self._sync.comparison.watch_delayed(self._delayed.named)
 
     # -- Forward -------------------------------------------------------------------------------------------------------
 
@@ -323,22 +319,12 @@ class DistributedDataParallel(TorchNames):
 
     # -- Uneven inputs -------------------------------------------------------------------------------------------------
 
-    def join_hook(self, **kwargs: Any) -> UnevenInputs:
+    def join_hook(self, **kwargs: Any) -> ModuleSync:
         """Return what mirrors this module's collectives on a rank that has run out of inputs."""
         self.logger.joins_uneven_inputs = True
-        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        self._sync.divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         self._sync.set_joining(True)
-        return self._uneven
-
-    def _join_forward(self, *, sends_buffers: bool) -> int:
-        """Say to ranks without inputs what this forward does; return the rank whose buffers are sent (collective)."""
-        work = Join.notify_join_context(self)
-        if work is not None and not self._divide_by_initial_world_size:
-            (num_ranks,) = work.get_future().wait()
-            self._sync.mean.divide_by(int(num_ranks.item()))
-        reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
-        source = self._uneven.begin_forward(sends_buffers=sends_buffers, reduces=reduces)
-        return self._sync.buffers.source if source is None else source
+        return self._sync
 
     # -- torch's private names that other programs use -----------------------------------------------------------------
 

@@ -285,3 +285,14 @@ def foreach_mul_(tensors: list[Tensor], factor: float) -> None:
     large. Given a tensor it does not.
     """
     torch._foreach_mul_(tensors, torch.tensor(factor, dtype=torch.float64))
+
+
+def joins_uneven_inputs(wrapper: Any) -> bool:
+    """Return whether an object of torch's wrapper is within `join`."""
+    is_enabled: bool = wrapper._join_config.enable
+    return is_enabled
+
+
+def sync_module_buffers(wrapper: Any, source: int) -> None:
+    """Let an object of torch's wrapper overwrite its buffers with those of a rank, as a subclass may do otherwise."""
+    wrapper._sync_module_buffers(source)
