@@ -98,6 +98,7 @@ AROUND: dict[str, tuple[str, str]] = {
         "",
     ),
     "LS321": (f"{WRAPPED}{BACKWARD}loss = torch.tensor(5.0 + 10 * run.rank)\n", BACKWARD * 2),
+    "LS322": (f"{WRAPPED}def train(batch):\n    model(inputs).sum().backward()\n", ""),
     "LS325": ("", ""),
     "LS326": (f"{WRAPPED}weight = model.module.body.weight\n", ""),
     "LS330": (

@@ -35,7 +35,6 @@ OTHERS_CODE = {
         "launch/restarts.py: call_with_restarts",
         "launch/supervision.py: Supervision._error",
         "parallel/comparison/check.py: warn_once",
-        "parallel/comparison/data.py: UnevenBatchWarning._warn",
     ),
     "Caught within Lockstep, which puts the text into a message with a code": (
         "channel/client.py: Channel.request, Channel._send",

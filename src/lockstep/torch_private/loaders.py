@@ -14,6 +14,7 @@ __all__ = [
     "end_stream",
     "is_before_first_batch",
     "is_over",
+    "kept_dataset",
     "loading_processes",
     "num_yielded",
     "without_interruption",
@@ -70,6 +71,12 @@ def abandon(iterator: LoaderIterator) -> None:
     for queue in (*iterator._index_queues, iterator._worker_result_queue):  # type: ignore[attr-defined]
         queue.cancel_join_thread()
         queue.close()
+
+
+def kept_dataset(iterator: LoaderIterator) -> object:
+    """Return the data set of which loading processes that stay for all epochs have a copy; None where none stay."""
+    keeps = iterator._persistent_workers and iterator._num_workers > 0
+    return iterator._dataset if keeps else None
 
 
 def num_yielded(iterator: LoaderIterator) -> int:

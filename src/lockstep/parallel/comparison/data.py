@@ -63,7 +63,7 @@ from lockstep.reduce.model import Description, describe_differences
 from lockstep.reduce.status import FINGERPRINT_LIMIT
 from lockstep.reduce.tensor_bits import glance_at_bits
 from lockstep.torch_private.autograd import is_inside_transform
-from lockstep.torch_private.loaders import LoaderIterator, num_yielded
+from lockstep.torch_private.loaders import LoaderIterator, kept_dataset, num_yielded
 from lockstep.torch_private.modules import tree_leaves, version_of
 
 _NUM_ALIKE: Final = 3
@@ -244,10 +244,15 @@ def _warn_of_accumulation(backwards: Sequence[int]) -> None:
 
 @final
 class LoaderPositions(Check):
-    """How far one rank is in the DataLoaders from which it draws, and whether others are as far."""
+    """How far one rank is in the DataLoaders from which it draws, and whether others are as far.
+
+    And whether their processes still have the data set that the loop has.
+    """
 
     def __init__(self) -> None:
         self._iterators: list[weakref.ref[Any]] = []
+        self._kept: weakref.WeakKeyDictionary[Any, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
+        self._has_warned = False
         self._num_looks = 0
         self._has_found = False
         self._is_over = False
@@ -255,15 +260,26 @@ class LoaderPositions(Check):
         self._num_alike = self._num_fruitless = self._last = self._num_reductions = 0
 
     def judge(self, found: Sequence[tuple[int, ...]], lines: Sequence[Lines]) -> None:  # noqa: ARG002
-        self.compare(found, self._num_reductions + 1)
+        if self._is_over or len(set(found)) == 1:
+            return
+        self._num_fruitless += 1
+        if len(set(map(len, found))) == 1:
+            first, *others = map(sum, found)
+            offsets = tuple(other - first for other in others)
+            is_next = offsets == self._offsets and self._num_reductions == self._last + 1
+            self._num_alike = self._num_alike + 1 if is_next else 1
+            self._offsets, self._last = offsets, self._num_reductions
+            if self._num_alike >= _NUM_ALIKE:
+                self._warn(offsets)
+        self._is_over = self._is_over or self._num_fruitless >= _NUM_FRUITLESS
 
     def reset(self, reduction: Reduced | None) -> None:
         if reduction is not None:
             self._num_reductions = reduction.number
-            self.look(reduction.number)
+            self._find_iterators(reduction.number)
+            self._compare_data_sets()
 
-    def look(self, num_reductions: int) -> None:
-        """Look for the iterators, if there may be others; before `number` (local)."""
+    def _find_iterators(self, num_reductions: int) -> None:
         is_found = any(reference() is not None for reference in self._iterators)
         if self._is_over or num_reductions < _FIRST_LOOK or is_found:
             return
@@ -283,21 +299,6 @@ class LoaderPositions(Check):
     def number(self) -> int:
         return hash(self.record())
 
-    def compare(self, positions: Sequence[tuple[int, ...]], num_reductions: int) -> None:
-        """Warn if a rank stays ahead."""
-        if self._is_over or len(set(positions)) == 1:
-            return
-        self._num_fruitless += 1
-        if len(set(map(len, positions))) == 1:
-            first, *others = map(sum, positions)
-            offsets = tuple(other - first for other in others)
-            is_next = offsets == self._offsets and num_reductions == self._last + 1
-            self._num_alike = self._num_alike + 1 if is_next else 1
-            self._offsets, self._last = offsets, num_reductions
-            if self._num_alike >= _NUM_ALIKE:
-                self._warn(offsets)
-        self._is_over = self._is_over or self._num_fruitless >= _NUM_FRUITLESS
-
     def _warn(self, offsets: Sequence[int]) -> None:
         self._is_over = True
         rank = next(rank for rank, offset in enumerate(offsets, start=1) if offset)
@@ -313,6 +314,25 @@ class LoaderPositions(Check):
             f"In {_NUM_ALIKE} backwards in a row rank",
             if_meant="If a thread of yours draws batches ahead of the training",
         )
+
+    def _compare_data_sets(self) -> None:
+        for iterator in [reference() for reference in self._iterators if not self._has_warned]:
+            if iterator is None or (dataset := kept_dataset(iterator)) is None:
+                continue
+            num_batches, now = num_yielded(iterator), _plain_attributes(dataset)
+            last, before = self._kept.setdefault(iterator, (num_batches, now))
+            odd = next((place for place, value in now.items() if before.get(place) != value), "")
+            if num_batches <= last and odd:  # in a new epoch
+                self._has_warned = True
+                warn_once(
+                    f"Attribute {odd} was {before.get(odd, 'not there')} and is {now[odd]} now, but the processes of "
+                    "the DataLoader, which persistent_workers=True keeps, have the data set as it was when they began. "
+                    "They load by the old value. Leave persistent_workers out, or make a new DataLoader after the "
+                    "change. (LS322)",
+                    f"Attribute {odd} was",
+                    if_meant="If the value has nothing to do with the samples",
+                )
+            self._kept[iterator] = num_batches, before
 
 
 @final
@@ -437,6 +457,18 @@ class DataSamplers(Check):
 def _is_complete(sampler: object) -> bool:
     """Return whether a sampler has what torch's has: a subclass may not have called its `__init__`."""
     return hasattr(sampler, "dataset") and all(isinstance(getattr(sampler, name, None), Number) for name in _NAMES)
+
+
+def _plain_attributes(dataset: object) -> dict[str, str]:
+    """Return the numbers, texts and flags that a data set and those within it hold, as `epoch of the Images`."""
+    found: dict[str, str] = {}
+    for _ in range(_DEPTH):
+        held = dict(getattr(dataset, "__dict__", {}))
+        owner = type(dataset).__name__
+        plain = {name: each for name, each in held.items() if type(each) in {int, float, str, bool}}
+        found |= {f"{name} of the {owner}": _shorten_text(repr(each)) for name, each in plain.items()}
+        dataset = held.get("dataset")
+    return found
 
 
 def describe_items(dataset: object) -> dict[str, str]:

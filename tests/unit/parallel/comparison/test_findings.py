@@ -25,6 +25,7 @@ import lockstep as ls
 from lockstep.comm import World
 from lockstep.errors import ReductionError
 from lockstep.parallel.comparison import optimizers, order, values
+from lockstep.parallel.comparison.check import Reduced
 from lockstep.parallel.comparison.data import (
     DataSamplers,
     LoaderPositions,
@@ -264,11 +265,19 @@ def test_models_that_are_gone_are_forgotten_but_for_the_last_that_were_used(monk
     assert [each.number for each in wrapped.last()] == [187, 189, 191, 193, 195, 197, 199, 201]
 
 
+def reduced(number: int) -> Reduced:
+    """A reduction that has ended, with a batch of two samples."""
+    alike = GroupStatus(failed=(), changed=(), batch_sizes=(2, 2), nums_backwards=(1, 1))
+    return Reduced(number=number, status=alike, num_forwards=1, num_steps=1, batch_size=2)
+
+
 def compare_positions(*positions: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     """Compare how far two ranks are, in one backward after the other."""
     found = LoaderPositions()
+    found.reset(reduced(4))
     for number, each in enumerate(positions, start=5):
-        found.compare(each, number)
+        found.judge(each, ())
+        found.reset(reduced(number))
 
 
 def test_a_rank_that_stays_ahead_in_its_loader_has_skipped_a_batch() -> None:
@@ -295,7 +304,7 @@ def test_the_loaders_that_batches_come_from_are_found() -> None:
     for _ in range(333):
         next(iterator)
     positions = LoaderPositions()
-    positions.look(2)
+    positions.reset(reduced(2))
     assert 333 in positions.record()
     next(iterator)
     assert 334 in positions.record()
@@ -311,8 +320,37 @@ def test_loaders_are_looked_for_seldom_where_there_is_none(monkeypatch: pytest.M
     monkeypatch.setattr(gc, "get_objects", get_objects)
     positions = LoaderPositions()
     for number in range(10_000):
-        positions.look(number)
+        positions.reset(reduced(number))
     assert 3 < len(looks) < 12
+
+
+class Epochs(Dataset[int]):
+    """A data set whose samples depend on an attribute that the loop writes."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return 10 * self.epoch + index
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_processes_that_keep_an_old_data_set_are_told_of(is_told: bool) -> None:
+    # They were started with what the data set was then: every epoch had the samples of the first one, silently.
+    dataset, positions = Epochs(), LoaderPositions()
+    part = torch.utils.data.Subset(dataset, range(4))
+    loader = DataLoader(part, 2, num_workers=1, persistent_workers=is_told, multiprocessing_context="fork")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for epoch in range(3):
+            dataset.epoch = epoch
+            for number, _ in enumerate(loader, start=2 * epoch + 2):
+                positions.reset(reduced(number))
+    texts = [str(each.message) for each in said]
+    assert len(texts) == is_told
+    assert all("Attribute epoch of the Epochs" in text and "was 0 and is 1 now" in text for text in texts)
 
 
 class Images(Dataset[int]):
