@@ -51,7 +51,7 @@ def test_a_training_leaves_its_page(run_dir: Path) -> None:
     page = (run_dir / "report.html").read_text(encoding="utf-8")
     assert "finished" in page
     [where] = re.findall(r'<section id="where">(.*?)</section>', page, re.DOTALL)
-    assert where.count("class='bar'") == 2
+    assert where.count('class="bar"') == 2
     [forecast] = re.findall(r'<section id="forecast">(.*?)</section>', page, re.DOTALL)
     assert "measured" in forecast
 
