@@ -272,8 +272,8 @@ def _compare_num_steps(
         f"{first.num_steps}{f', so their parameters differ, {odd[0]} for one' if odd else ''}. Rank {more} stepped at "
         f"{lines[more].step}, and rank {fewer} did not, or rank {more} stepped without a backward for a batch that it "
         "has skipped. Step the optimizer on every rank or on none: decide by a number that is the same on all, such as "
-        "the sum of a flag over the ranks. Where a rank skips a batch, call model.skip_backward() in place of "
-        f"backward(). {SWITCH} (LS321)",
+        "the sum of a flag over the ranks. LBFGS decides by what its closure returns: the mean loss over the ranks. "
+        f"Where a rank skips a batch, call model.skip_backward() in place of backward(). {SWITCH} (LS321)",
     )
 
 

@@ -48,6 +48,8 @@ from lockstep.torch_private.modules import version_of
 _NUM_FIRST: Final = 4
 _NUM_BETWEEN: Final = 64
 _NUM_BETWEEN_PARTS: Final = 4
+_NUM_KEPT: Final = 16
+"""So many times all values are kept where weights are moved: they may be moved again before a difference is seen."""
 _WINDOW: Final = 8
 _WINDOW_ELEMENTS: Final = 1 << 11
 """So many elements of a parameter, or of a bucket, are read in a step where there is no reason to read more."""
@@ -174,19 +176,19 @@ class ReplicaValues:
         turn, self._num_read = self._num_read, self._num_read + 1
         is_due = self._is_due or turn < _NUM_FIRST or turn % _NUM_BETWEEN == 0
         self._is_due = False
-        self._all = self._sum_up() if self._wants_all else None
-        self._wants_all = False
+        is_wanted, self._wants_all = self._wants_all, False
+        self._all = self._sum_up() if is_wanted or (self.were_moved and turn < _NUM_KEPT) else None
         places: Iterable[tuple[nn.Parameter, int | None]] = ()
         if was_written or (is_due and self._may_read):
             places = ((each, None) for each in self._parameters)
-        elif turn % _NUM_BETWEEN_PARTS and self._all is None:
+        elif turn % _NUM_BETWEEN_PARTS and not is_wanted:
             self._places = ()
             return  # with the number of the last time
         elif self._may_read and self._parameters:
             places = self._window(turn // _NUM_BETWEEN_PARTS)
         self._places = list(places)
         self._seen = self._glance()
-        sums = () if self._all is None else self._all.values()
+        sums = self._all.values() if is_wanted and self._all is not None else ()
         self._number = hash((self._seen, *(each.bits for each in sums)))
 
     def _window(self, turn: int) -> Iterable[tuple[nn.Parameter, int]]:
