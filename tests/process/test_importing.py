@@ -27,7 +27,7 @@ for name in sys.argv[1:]:
 """
 WITHOUT_TORCH = {
     "": (
-        "__main__ channel checkpoint cli devices doctor errors events explanations held_objects launch plugins "
+        "__main__ channel checkpoint cli devices doctor errors events explanations held_objects launch "
         "processes recipes recording report runs secrets settings shards version"
     ),
     "channel": "client server table",
