@@ -30,6 +30,8 @@ def outcome_of(name: str, backend: str) -> Outcome:
         ("a_broken_batch_of_a_loader_is_left_out", "gloo"),
         ("data_are_in_another_order_on_each_rank", "shm"),
         ("a_checkpoint_without_the_prefix_is_loaded_loosely", "shm"),
+        ("a_lookahead_of_one_rank_moves_the_weights_back", "shm"),
+        ("lbfgs_decides_by_the_local_loss", "gloo"),
     ],
 )
 def test_every_rank_is_told_of_a_mistake(name: str, backend: str) -> None:
