@@ -89,24 +89,6 @@ _NO = frozenset({"0", "false", "no", "off"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorldVariables:
-    """A launcher's variables about this worker, as text; None for those that are not set."""
-
-    rank: str | None
-    world_size: str | None
-    local_rank: str | None
-    local_world_size: str | None
-    master_addr: str | None
-    master_port: str | None
-    agent_store: str | None
-    """TORCHELASTIC_USE_AGENT_STORE: "True" if torchrun's agent serves the rendezvous, and not rank 0."""
-    launcher: str
-    """Name of the launcher, for messages: `"Slurm"`."""
-    remedy: str
-    """What the user can do if one of the variables is missing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class VisibleDevices:
     """Which GPUs CUDA shows to this process, as text; None for variables that are not set."""
 

@@ -46,10 +46,11 @@ from lockstep.runs.config import Config, read_config
 from lockstep.runs.directory import METRICS_NAME, REPORT_NAME, discard_unused
 from lockstep.runs.listing import FitResult, StopResult, forget_ending, write_ending
 from lockstep.runs.opening import OpenedRun, OpenRequest, open_run
-from lockstep.settings import WorldVariables, read_settings
+from lockstep.settings import read_settings
 
 if TYPE_CHECKING:
     from lockstep.checkpoint import Manifest
+    from lockstep.comm.bootstrap.identity import WorldVariables
     from lockstep.runs.saving import Resume
 
 
@@ -248,7 +249,7 @@ def _resumption_named(arguments: Sequence[str], run_dir: Path) -> Iterator[None]
         raise
 
 
-def _train_joined(wanted: OpenRequest, stop: StopRequest, launcher: WorldVariables) -> EndedRun:
+def _train_joined(wanted: OpenRequest, stop: StopRequest, launcher: "WorldVariables") -> EndedRun:
     """Train as one of the workers that another launcher has started; rank 0 prints the result."""
     config = wanted.config
     world = join_started(config.device_ids)

@@ -25,6 +25,7 @@ from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup, St
 from lockstep.comm.bootstrap.channel_store import launch_store
 from lockstep.comm.stored_values import Deadline, changed_value, read_texts
 from lockstep.errors import GroupError, PeerLostError
+from lockstep.processes.host import boot_id, open_process
 
 _LOGGER = logging.getLogger("lockstep")
 _FIRST_PAUSE_SECONDS = 0.0005
@@ -130,9 +131,8 @@ def host_identity() -> str:
     reason = _why_not()
     if reason:
         return f"alone, {reason}"
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     spaces = " ".join(str(Path(f"/proc/self/ns/{name}").readlink()) for name in _NAMESPACES)
-    return f"boot {boot} {spaces} uid {os.geteuid()}"
+    return f"boot {boot_id()} {spaces} uid {os.geteuid()}"
 
 
 def is_host_identity(text: str) -> bool:
@@ -147,7 +147,7 @@ def _why_not() -> str:
         descriptor = os.memfd_create("lockstep-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with os.fdopen(descriptor, "wb") as probe:
             probe.truncate(_LONG_BYTES)
-        os.close(os.pidfd_open(os.getpid()))
+        os.close(open_process(os.getpid()))
         Path("/proc/self/ns/pid").readlink()
     except OSError as error:
         if error.errno == errno.EFBIG:

@@ -39,7 +39,7 @@ from lockstep.comm.stored_values import read_record, to_stored
 from lockstep.errors import PeerLostError
 from lockstep.processes.ending import exit_quickly
 from lockstep.processes.forking import finalize_here
-from lockstep.processes.host import boot_id, start_ticks
+from lockstep.processes.host import boot_id, open_process, start_ticks
 from lockstep.settings import read_settings
 from lockstep.torch_private.groups import list_groups
 
@@ -240,9 +240,7 @@ class ProcessEnds:
         for peer, process in enumerate(processes):
             if peer != rank and process.place and process.place == processes[rank].place:
                 with suppress(OSError):  # this kernel has no such descriptors, or the process has ended and was reaped
-                    self._descriptors[peer] = os.pidfd_open(process.pid)
-                    if start_ticks(process.pid) != process.started:  # the number has come to mean another process
-                        os.close(self._descriptors.pop(peer))
+                    self._descriptors[peer] = open_process(process.pid, process.started)
         finalize_here(self, _close, self._descriptors)
 
     def find_ended(self, peers: Sequence[int] | None = None, seconds: float = 0.0) -> int | None:

@@ -20,10 +20,11 @@ import pickle
 import secrets
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from enum import Enum
 from pathlib import PosixPath
 from types import FunctionType
-from typing import Any, ClassVar, final
+from typing import IO, Any, ClassVar, final
 
 import torch
 import torch.distributed as dist
@@ -196,7 +197,7 @@ def unpack_plain(packed: bytes) -> Any:
     configs, enums and exceptions. All else is refused before it is called.
     """
     try:
-        return _PlainUnpickler(io.BytesIO(packed)).load()
+        return RestrictedUnpickler(io.BytesIO(packed), _find, RefusedObjectError).load()
     except RefusedObjectError:
         raise
     except Exception as error:  # bytes of a stranger may raise anything
@@ -218,22 +219,29 @@ class _PlainPickler(pickle.Pickler):
 
 
 @final
-class _PlainUnpickler(pickle._Unpickler):  # noqa: SLF001 - the C class has no `load_build` to override
+class RestrictedUnpickler(pickle._Unpickler):  # noqa: SLF001 - the C class has no `load_build` to override
+    """Uses what `find` returns for a module and a name; where that is None, raises what `refuse` makes of them."""
+
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)  # noqa: SLF001
+
+    def __init__(self, stream: IO[bytes], find: Callable[[str, str], Any], refuse: Callable[[str], Exception]) -> None:
+        super().__init__(stream)
+        self._find = find
+        self._refuse = refuse
 
     def load_build(self) -> None:
         """Refuse to set attributes of classes, functions and enum members, which the whole process shares."""
         target = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(target, type | FunctionType | Enum):
-            raise RefusedObjectError(f"attributes of {getattr(target, '__qualname__', target)}")
+            raise self._refuse(f"{target.__module__}.{getattr(target, '__qualname__', target)}")
         super().load_build()  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _find(module, name)
+        found = self._find(module, name)
         if found is None:
-            raise RefusedObjectError(f"{module}.{name}")
+            raise self._refuse(f"{module}.{name}")
         return found
 
 

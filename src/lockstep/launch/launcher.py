@@ -40,10 +40,11 @@ from lockstep.processes.ending import exit_quickly
 from lockstep.processes.host import keep_freed_memory
 from lockstep.processes.stop_signals import StopRequest
 from lockstep.recording import new_recording
-from lockstep.settings import WorldVariables, read_settings
+from lockstep.settings import read_settings
 
 if TYPE_CHECKING:
     from lockstep.comm import World
+    from lockstep.comm.bootstrap.identity import WorldVariables
 
 _LOGGER = logging.getLogger("lockstep")
 
@@ -292,7 +293,7 @@ def _supervise(pool: WorkerPool, server: ChannelServer, first: WorkerTask, setti
         ).wait()
 
 
-def find_launcher() -> WorldVariables | None:
+def find_launcher() -> "WorldVariables | None":
     """Return another launcher's variables about this worker, if it started this process as one of several workers."""
     settings = read_settings()
     if settings.is_launched() or not (settings.launchers() or "torch.distributed" in sys.modules):
@@ -304,7 +305,7 @@ def find_launcher() -> WorldVariables | None:
 
 def run_here(
     call: Callable[[Run], Any],
-    launcher: WorldVariables,
+    launcher: "WorldVariables",
     *,
     workers: int | None,
     devices: DeviceRequest | Placement,
@@ -354,7 +355,7 @@ def join_started(devices: DeviceRequest | Placement) -> "World":
     return join_world(None if uses_accelerator else torch.device("cpu"))
 
 
-def _read_local_rank(launcher: WorldVariables) -> int:
+def _read_local_rank(launcher: "WorldVariables") -> int:
     if launcher.local_rank is not None and not launcher.local_rank.isdecimal():
         raise GroupError(
             f"LOCAL_RANK is {launcher.local_rank!r}, expected a number from 0 to LOCAL_WORLD_SIZE - 1. (LS102)"

@@ -33,6 +33,7 @@ from lockstep.launch.messages import Report, WorkerTask, is_consequence, load_er
 from lockstep.launch.sessions import Sessions, exit_code, record_end, wake
 from lockstep.launch.signals import sigint_held_back, signals_blocked
 from lockstep.launch.template import Process, WorkerTemplate
+from lockstep.processes.host import open_process
 from lockstep.processes.stop_signals import FORWARDED_SIGNAL, STOP_SIGNALS
 from lockstep.recording import NULL_WORKER_RECORDER, EventKind
 from lockstep.settings import read_settings
@@ -396,7 +397,9 @@ class WorkerPool:
 
     def _watch_exit(self, worker: StartedWorker) -> None:
         """Watch for the end of a process: the kernel shows it on a descriptor at once (Linux)."""
-        descriptor = os.pidfd_open(worker.pid) if sys.platform == "linux" else _CLOSED
+        descriptor = _CLOSED
+        with contextlib.suppress(OSError):
+            descriptor = open_process(worker.pid)
         self._exits[worker.number] = descriptor
         if descriptor >= 0:
             self.watch(descriptor, lambda: self._look(worker))

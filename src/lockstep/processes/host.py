@@ -1,6 +1,7 @@
 """A process on its host: stacks of its threads, what identifies it, loopback, freed memory, temporary files."""
 
 import ctypes
+import errno
 import faulthandler
 import os
 import re
@@ -81,6 +82,21 @@ def start_ticks(pid: int) -> int:
     except OSError:
         return 0
     return int(text.rpartition(")")[2].split()[19])  # the name, in parentheses, may contain spaces
+
+
+def open_process(pid: int, started: int = 0) -> int:
+    """Return a descriptor that can be read when a process has ended, and that never comes to mean another one.
+
+    `OSError` where there is no such process, or not the one that started at `started` (`start_ticks`), or where this
+    system has no such descriptors.
+    """
+    if not hasattr(os, "pidfd_open"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    descriptor = os.pidfd_open(pid)
+    if started and start_ticks(pid) != started:
+        os.close(descriptor)
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+    return descriptor
 
 
 def has_loopback_address() -> bool:

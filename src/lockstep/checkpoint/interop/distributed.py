@@ -11,10 +11,8 @@ import pathlib
 import pickle
 import warnings
 from collections.abc import Collection, Mapping
-from enum import Enum
 from pathlib import Path
-from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, load
@@ -31,6 +29,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from lockstep.checkpoint.interop.folders import METADATA_NAME
 from lockstep.checkpoint.interop.pickled import UNREADABLE
+from lockstep.comm.objects import RestrictedUnpickler
 from lockstep.errors import CheckpointError
 from lockstep.torch_private.sharded_checkpoints import MemoryFormatEncoding, StorageInfo, get_layout
 
@@ -148,25 +147,11 @@ class _Planner(DefaultLoadPlanner):
             ) from error
 
 
-class _MetadataUnpickler(pickle._Unpickler):  # noqa: SLF001 - the C class has no `load_build` to override
-    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)  # noqa: SLF001
-
-    def load_build(self) -> None:
-        """Refuse to set attributes of classes, functions and enum members, which the whole process shares."""
-        target = self.stack[-2]  # type: ignore[attr-defined]
-        if isinstance(target, type | FunctionType | Enum):
-            raise pickle.UnpicklingError(f"{target.__module__}.{getattr(target, '__qualname__', target)}")
-        super().load_build()  # type: ignore[misc]
-
-    dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = _ALLOWED.get((module, name))
-        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            found = getattr(torch, name)
-        if found is None:
-            raise pickle.UnpicklingError(f"{module}.{name}")
-        return found
+def _find_allowed(module: str, name: str) -> Any:
+    found = _ALLOWED.get((module, name))
+    if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        found = getattr(torch, name)
+    return found
 
 
 def _set_nested(content: dict[Any, Any], path_keys: tuple[Any, ...], value: Any) -> None:
@@ -187,7 +172,7 @@ def _read_metadata(path: Path) -> Metadata:
     file_path = path / METADATA_NAME
     try:
         with file_path.open("rb") as file:
-            metadata = _check_kinds(_MetadataUnpickler(file).load())
+            metadata = _check_kinds(RestrictedUnpickler(file, _find_allowed, pickle.UnpicklingError).load())
     except pickle.UnpicklingError as error:
         if "." in str(error) and " " not in str(error):
             raise CheckpointError(

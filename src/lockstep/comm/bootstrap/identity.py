@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from lockstep.errors import GroupError, counted
-from lockstep.settings import WorldVariables
 
 Variables = Mapping[str, str]
 """Those variables of the environment that launchers set; empty ones are left out."""
@@ -35,6 +34,24 @@ _HIGHEST_PORT = 65535
 _REMEDY = "Start the script with lockstep run or torchrun, or call ls.launch, which sets up the group by itself."
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldVariables:
+    """A launcher's variables about this worker, as text; None for those that are not set."""
+
+    rank: str | None
+    world_size: str | None
+    local_rank: str | None
+    local_world_size: str | None
+    master_addr: str | None
+    master_port: str | None
+    agent_store: str | None
+    """TORCHELASTIC_USE_AGENT_STORE: "True" if torchrun's agent serves the rendezvous, and not rank 0."""
+    launcher: str
+    """Name of the launcher, for messages: `"Slurm"`."""
+    remedy: str
+    """What the user can do if one of the variables is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,13 @@ from torch.distributed import init_process_group as make_torchs_group
 
 from lockstep.comm.bootstrap.channel_store import inherited_store
 from lockstep.comm.bootstrap.handshake import Announcement, report_duplicate_rank, run_handshake
-from lockstep.comm.bootstrap.identity import find_rank_and_size, find_world, is_announced, read_torch_variables
+from lockstep.comm.bootstrap.identity import (
+    WorldVariables,
+    find_rank_and_size,
+    find_world,
+    is_announced,
+    read_torch_variables,
+)
 from lockstep.comm.bootstrap.interface import choose_interface, describe_interfaces, explain_wrong_interface
 from lockstep.comm.bootstrap.store import (
     OpenedStore,
@@ -46,7 +52,7 @@ from lockstep.processes.forking import call_at_exit_here
 from lockstep.processes.host import keep_temporary_files_in
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.recording import EventKind, own_recorder
-from lockstep.settings import WorldVariables, read_settings
+from lockstep.settings import read_settings
 from lockstep.torch_private.groups import default_timeout
 
 _LOGGER = logging.getLogger("lockstep")

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch.distributed import Store, rendezvous
 
 from lockstep.comm.bootstrap.handshake import WARNING_SECONDS
+from lockstep.comm.bootstrap.identity import WorldVariables
 from lockstep.errors import GroupError
 from lockstep.processes.ending import start_thread_left_alone
 from lockstep.processes.host import NO_LOOPBACK, has_loopback
 from lockstep.processes.user_line import stacklevel_of_user
-from lockstep.settings import WorldVariables
 from lockstep.torch_private.groups import RESERVED_PORT, greeting
 
 _BACKLOG = 2048

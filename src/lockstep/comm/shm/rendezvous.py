@@ -44,6 +44,7 @@ from lockstep.comm.shm import memory
 from lockstep.comm.shm.file_layout import FileLayout
 from lockstep.comm.stored_values import Deadline, read_record, read_texts, to_stored
 from lockstep.errors import GroupError, PeerLostError
+from lockstep.processes.host import open_process
 
 _READY = b"r"
 _GO = b"g"
@@ -294,7 +295,7 @@ def _watch(pids: dict[int, int], own: int, undo: ExitStack, global_ranks: Sequen
     for rank, pid in pids.items():
         if rank != own:
             with _loss_explained(global_ranks[rank]):
-                pidfds[rank] = os.pidfd_open(pid)
+                pidfds[rank] = open_process(pid)
             undo.callback(os.close, pidfds[rank])
     return pidfds
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.comm.bootstrap.identity import find_world, is_announced
+from lockstep.comm.bootstrap.identity import WorldVariables, find_world, is_announced
 from lockstep.errors import GroupError
-from lockstep.settings import Settings, WorldVariables
+from lockstep.settings import Settings
 
 TORCHRUN = {
     "RANK": "5",
