@@ -38,7 +38,7 @@ WITHOUT_TORCH = {
     "doctor": (
         "activity chrome_trace diagnosis examination finding report scripts slow slow_causes stacks stall_watch system"
     ),
-    "doctor.scripts": "data_rules device_rules rank_rules source",
+    "doctor.scripts": "rules source",
     "launch": (
         "continuation control environment exits guardian "
         "launcher membership messages output pickling rendezvous restarts scaling "
