@@ -155,7 +155,7 @@ def _end(job: "subprocess.Popen[bytes]") -> None:
 
 def _count_steps(folder: Path) -> int:
     files = [file for each in folder.glob("lockstep-*/*") for file in read_recording(each)]
-    return min((_steps_of(file) for file in files if file.header.worker >= 0), default=0)
+    return min((_steps_of(file) for file in files if not file.is_launchers), default=0)
 
 
 def _steps_of(file: FileEvents) -> int:

@@ -92,11 +92,10 @@ def _show_slow(recording: Path, *, as_json: bool) -> None:
 
 
 def _look_for_slow(recording: Path) -> SlowReport:
-    first = [file for file in last_job(read_recording(recording)) if file.header.worker >= 0]
-    looks = sample_workers(first)
+    looks = sample_workers([file for file in last_job(read_recording(recording)) if not file.is_launchers])
     files = last_job(read_recording(recording))
-    workers = [file for file in files if file.header.worker >= 0]
-    launcher = next((file for file in files if file.header.worker < 0), None)
+    workers = [file for file in files if not file.is_launchers]
+    launcher = next((file for file in files if file.is_launchers), None)
     begins = [int(file.table["begin"].min()) for file in workers if len(file.table)]
     usage = recorded_usage(launcher, min(begins, default=0)) if launcher is not None else {}
     return find_slow(workers, usage, looks, os.getloadavg()[0] if looks else 0.0)

@@ -1,7 +1,7 @@
 """What a worker did last, from its events."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from lockstep.recording.file_format import GROUP_SHIFT, EventKind
@@ -35,21 +35,21 @@ PHASE_NAMES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    step: int
+    step: int = 0
     doing: str
     """In words, after the name of the worker: "computes shard 3"."""
     since_ns: int
     """Since when, on its clock."""
-    awaited: frozenset[int]
+    awaited: frozenset[int] = frozenset()
     """The ranks for which it waits; -1 in it for any rank; empty if it does not wait, or it is not known."""
-    call: str
+    call: str = ""
     """The call of a group that it is in, as ranks compare it; empty if it is in none."""
-    call_number: int | None
+    call_number: int | None = None
     """Number of that call, the same on all ranks of the group; None if it is in none."""
-    last_calls: Mapping[int, int]
-    line: str
+    last_calls: Mapping[int, int] = field(default_factory=dict)
+    line: str = ""
     """The line of the user's code that made the call; empty if it was not recorded."""
-    is_loading: bool
+    is_loading: bool = False
     reducing: int | None = None
     """The step of whose gradients it waits; None if it does not."""
     last_reduced: int = -1
@@ -59,24 +59,7 @@ class Activity:
     is_starting: bool = False
     longest_shard: float = 0.0
     """If it computes a shard: seconds of the longest one after the first step; 0 if there were too few."""
-    has_ended: bool
-
-
-def not_begun(since_ns: int) -> Activity:
-    return Activity(
-        step=0,
-        doing="has not imported Lockstep yet",
-        since_ns=since_ns,
-        awaited=frozenset(),
-        call="",
-        call_number=None,
-        last_calls={},
-        line="",
-        is_loading=False,
-        is_inside=False,
-        is_starting=True,
-        has_ended=False,
-    )
+    has_ended: bool = False
 
 
 def last_activity(file: FileEvents) -> Activity:

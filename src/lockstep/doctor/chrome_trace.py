@@ -23,13 +23,13 @@ _ROWS: Final = {
     "waiting": (EventKind.WAITING, EventKind.LINE),
     "workers": (EventKind.WORKER_STARTED, EventKind.WORKER_ENDED),
 }
-_ROW_OF: Final = {kind: row for row, kinds in _ROWS.items() for kind in kinds}
+_ROW_OF: Final[dict[int, str]] = {kind: row for row, kinds in _ROWS.items() for kind in kinds}
 _NUM_BUCKET_ROWS: Final = 4
 """Buckets overlap: they are shown in so many rows."""
 
 
 def chrome_trace(files: Sequence[FileEvents]) -> str:
-    offsets = [each.nanoseconds for each in clock_offsets(files)]
+    offsets = clock_offsets(files)
     begins = [
         int(file.table["begin"].min()) - offset for file, offset in zip(files, offsets, strict=True) if len(file.table)
     ]
@@ -42,11 +42,11 @@ def chrome_trace(files: Sequence[FileEvents]) -> str:
 
 def _worker_events(file: FileEvents, number: int, start: int) -> Iterator[dict[str, Any]]:
     rank = file.header.rank
-    name = "launcher" if file.header.worker < 0 else f"rank {rank}"
+    name = "launcher" if file.is_launchers else f"rank {rank}"
     yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": f"{name} (process {file.header.pid})"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": rank % (1 << 30)}}
     rows: dict[str, int] = {}
-    events = [file.event(position) for position in range(len(file.table))]
+    events = file.events()
     last = max((max(each.begin, each.end) for each in events), default=0)
     for event, end in _with_ends(events, last):
         row = _row(event)
@@ -79,8 +79,7 @@ def _with_ends(events: Sequence[OneEvent], last: int) -> Iterator[tuple[OneEvent
 def _row(event: OneEvent) -> str:
     if event.kind == EventKind.BUCKET:
         return f"buckets {event.index % _NUM_BUCKET_ROWS}"
-    known = {each.value for each in EventKind}
-    return _ROW_OF.get(EventKind(event.kind), "other") if event.kind in known else "other"
+    return _ROW_OF.get(event.kind, "other")
 
 
 def _name(event: OneEvent) -> str:
@@ -93,8 +92,5 @@ def _name(event: OneEvent) -> str:
             return event.text or f"call {event.index & ((1 << GROUP_SHIFT) - 1)}"
         case EventKind.WAITING:
             return f"waits for rank {event.index}"
-    return event.text or _kind_name(event.kind)
-
-
-def _kind_name(kind: int) -> str:
-    return next((each.name.lower().replace("_", " ") for each in EventKind if each.value == kind), f"kind {kind}")
+    names = {each.value: each.name.lower().replace("_", " ") for each in EventKind}
+    return event.text or names.get(event.kind, f"kind {event.kind}")

@@ -127,7 +127,7 @@ def diagnose(
     if all(worker.has_ended for worker in workers):
         return _ended(workers, failed)
     if failed:
-        text = " ".join(f"{_first(worker.name)} {_end_of(worker)}." for worker in failed)
+        text = " ".join(f"{capitalized(worker.name)} {_end_of(worker)}." for worker in failed)
         rest = [worker for worker in workers if not worker.has_ended]
         return Verdict(
             kind="failed",
@@ -215,7 +215,11 @@ def _ended(workers: Sequence[WorkerState], failed: Sequence[WorkerState]) -> Ver
         )
         return Verdict(kind="failed", text=text, advice=advice, ranks=())
     first = known[0]
-    text = f"The job has ended: {first.name} {_end_of(first)}, in step {first.activity.step}; it {_past(first)}."
+    line = f", at {first.activity.line}" if first.activity.line else ""
+    text = (
+        f"The job has ended: {first.name} {_end_of(first)}, in step {first.activity.step}; it did this last: "
+        f"{first.activity.doing}{line}."
+    )
     return Verdict(
         kind="failed", text=text, advice="See the output of that worker.", ranks=tuple(each.rank for each in known)
     )
@@ -225,11 +229,6 @@ def _end_of(worker: WorkerState) -> str:
     if not worker.how_ended:
         return "is gone, and nobody saw how it ended"
     return worker.how_ended if worker.how_ended.startswith("ended") else f"was {worker.how_ended}"
-
-
-def _past(worker: WorkerState) -> str:
-    line = f", at {worker.activity.line}" if worker.activity.line else ""
-    return f"did this last: {worker.activity.doing}{line}"
 
 
 def _stalled(
@@ -261,7 +260,7 @@ def _never_by_itself(worker: WorkerState) -> bool:
 
 def _cause(worker: WorkerState) -> tuple[str, str]:
     """Return what a worker for which others wait does, and what to do about it."""
-    facts, name = worker.facts, _first(worker.name)
+    facts, name = worker.facts, capitalized(worker.name)
     where = f" at {worker.line}" if worker.line else ""
     since = f" For {worker.seconds:.0f} s nothing of it was recorded."
     if facts is None:
@@ -358,5 +357,5 @@ def _count(workers: Sequence[WorkerState]) -> str:
     return "The worker is" if len(workers) == 1 else f"All {len(workers)} workers are"
 
 
-def _first(text: str) -> str:
+def capitalized(text: str) -> str:
     return text[0].upper() + text[1:]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lockstep.doctor.activity import last_activity, not_begun
+from lockstep.doctor.activity import Activity, last_activity
 from lockstep.doctor.diagnosis import STALL_SECONDS, LoadingProcess, Verdict, WorkerState, diagnose
 from lockstep.doctor.finding import is_running
 from lockstep.doctor.stacks import read_main_stack, take_stack
@@ -43,11 +43,11 @@ def examine(recording: Path, *, wants_stacks: bool = False, stall_seconds: float
     Workers that stand still, or all if wanted, are asked for their stacks, which tell the line of the user's code.
     """
     files = last_job(read_recording(recording))
-    launcher = next((file for file in files if file.header.worker < 0), None)
-    present = [file for file in files if file.header.worker >= 0]
-    ends = _ends(launcher)
+    launcher = next((file for file in files if file.is_launchers), None)
+    present = [file for file in files if not file.is_launchers]
+    ends = {} if launcher is None else {each.size: each.text for each in launcher.events(EventKind.WORKER_ENDED)}
     now = time.monotonic_ns() if any(_is_here(file) for file in present) else _last_moment(files)
-    states = [_look(file, ends, now, is_alive=_is_here(file) and is_running(file.header)) for file in present]
+    states = [_look(file, ends, now) for file in present]
     launchers = [] if launcher is None or not _is_here(launcher) else [launcher.header.pid]
     states, neighbours = _with_cpu_share(states, launchers)
     stacks: dict[int, str] = {}
@@ -59,7 +59,7 @@ def examine(recording: Path, *, wants_stacks: bool = False, stall_seconds: float
                 late.add(state.rank)
     if launcher is not None and _is_here(launcher):
         states += _not_recorded(launcher, {state.pid for state in states})
-    members = _of_the_present(dict(zip((file.header.pid for file in present), present, strict=True)), states)
+    members = _of_the_present({file.header.pid: file.header.generation for file in present}, states)
     workers = tuple(sorted(_living_or_last(members), key=lambda each: each.rank))
     return Examination(
         recording=recording,
@@ -80,15 +80,11 @@ def _elsewhere(files: Sequence[FileEvents], workers: Sequence[WorkerState]) -> l
 
 def last_job(files: Sequence[FileEvents]) -> list[FileEvents]:
     """Return the files of the last start of a job: those since its launcher, or the last of each worker."""
-    launchers = [file for file in files if file.header.worker < 0]
+    launchers = [file for file in files if file.is_launchers]
     if launchers:
         last = max(launchers, key=lambda file: file.header.opened_wall_ns)
-        workers = [
-            file
-            for file in files
-            if file.header.worker >= 0 and file.header.opened_wall_ns >= last.header.opened_wall_ns
-        ]
-        return [*workers, last]
+        since = last.header.opened_wall_ns
+        return [*(file for file in files if not file.is_launchers and file.header.opened_wall_ns >= since), last]
     newest: dict[int, FileEvents] = {}
     for file in sorted(files, key=lambda each: each.header.opened_wall_ns):
         newest[file.header.worker] = file
@@ -105,30 +101,24 @@ def _last_moment(files: Sequence[FileEvents]) -> int:
     )
 
 
-def _ends(launcher: FileEvents | None) -> dict[int, str]:
-    if launcher is None:
-        return {}
-    events = [launcher.event(position) for position in range(len(launcher.table))]
-    return {event.size: event.text for event in events if event.kind == EventKind.WORKER_ENDED}
-
-
 def _not_recorded(launcher: FileEvents, recorded: set[int]) -> list[WorkerState]:
     """Return the workers that run and have not come to Lockstep yet."""
     found = []
-    events = [launcher.event(position) for position in range(len(launcher.table))]
-    ended = {event.size for event in events if event.kind == EventKind.WORKER_ENDED}
-    for event in events:
-        facts = look_at(event.size) if event.kind == EventKind.WORKER_STARTED else None
+    ended = {event.size for event in launcher.events(EventKind.WORKER_ENDED)}
+    for event in launcher.events(EventKind.WORKER_STARTED):
+        facts = look_at(event.size)
         if facts is not None and event.size not in recorded | ended and is_running(launcher.header):
             seconds = (time.monotonic_ns() - event.begin) / 1e9
-            activity = not_begun(event.begin)
+            doing = "has not imported Lockstep yet"
+            activity = Activity(doing=doing, since_ns=event.begin, is_inside=False, is_starting=True)
             found.append(WorkerState(rank=event.index, pid=event.size, activity=activity, seconds=seconds, facts=facts))
     return found
 
 
-def _look(file: FileEvents, ends: dict[int, str], now: int, *, is_alive: bool) -> WorkerState:
+def _look(file: FileEvents, ends: Mapping[int, str], now: int) -> WorkerState:
     activity = last_activity(file)
     header = file.header
+    is_alive = _is_here(file) and is_running(header)
     return WorkerState(
         rank=header.rank,
         pid=header.pid,
@@ -178,9 +168,8 @@ def _with_stack(file: FileEvents, state: WorkerState) -> tuple[WorkerState, str]
     return replace(state, line=line, loading=tuple(loading), is_loading=is_loading), text
 
 
-def _of_the_present(files: Mapping[int, FileEvents], states: Sequence[WorkerState]) -> list[WorkerState]:
+def _of_the_present(generations: Mapping[int, int], states: Sequence[WorkerState]) -> list[WorkerState]:
     """Leave out who was lost before the others continued, and new workers that wait to join: no step needs them."""
-    generations = {state.pid: files[state.pid].header.generation for state in states if state.pid in files}
     last = max((generations.get(state.pid, 0) for state in states if state.facts is not None), default=0)
     if not last:
         return list(states)

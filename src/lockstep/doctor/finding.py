@@ -30,10 +30,11 @@ def find_recording(run_dir: Path | None = None, pid: int | None = None) -> Path:
             if any(folder.glob("*.rec")):
                 return folder
         raise UsageError(f"{run_dir} holds no recording. {_ADVICE} (LS816)")
-    found = [
-        (runs := _is_running(headers), runs and folder.is_relative_to(_RUNS), _last_opened(headers), folder)
-        for folder, headers in _all()
-    ]
+    found = []
+    for folder, headers in _all():
+        runs = any(map(is_running, headers))
+        last_opened = max(each.opened_wall_ns for each in headers)
+        found.append((runs, runs and folder.is_relative_to(_RUNS), last_opened, folder))
     if not found:
         raise UsageError(
             f"There is no recording in runs/ or in the folder of jobs without a run directory. {_ADVICE} (LS816)"
@@ -80,11 +81,3 @@ def read_header(path: Path) -> FileHeader | None:
             return parse_header(file.read(HEADER_BYTES))
     except (OSError, ValueError):
         return None
-
-
-def _last_opened(headers: list[FileHeader]) -> int:
-    return max(each.opened_wall_ns for each in headers)
-
-
-def _is_running(headers: list[FileHeader]) -> bool:
-    return any(is_running(each) for each in headers)

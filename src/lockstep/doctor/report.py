@@ -59,12 +59,7 @@ def to_json(found: Examination) -> str:
         {
             "recording": str(found.recording),
             "program": found.program,
-            "verdict": {
-                "kind": found.verdict.kind,
-                "text": found.verdict.text,
-                "advice": found.verdict.advice,
-                "ranks": list(found.verdict.ranks),
-            },
+            "verdict": {name: getattr(found.verdict, name) for name in ("kind", "text", "advice", "ranks")},
             "workers": [_values(worker) for worker in found.workers],
             "neighbours": [
                 {"pid": each.pid, "user": each.user, "program": each.program, "cores": round(each.cores, 2)}

@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.doctor.diagnosis import capitalized
 from lockstep.doctor.finding import is_running
 from lockstep.doctor.slow_causes import UsageSample, cores_used_together, explain_slowness
 from lockstep.doctor.stacks import read_main_stack, take_stack
@@ -112,8 +113,11 @@ def find_slow(
     """
     last_of_rank = {each.header.rank: each for each in sorted(files, key=_last_begin)}
     files = [each for _, each in sorted(last_of_rank.items())]  # ranks may have been given to others
-    offsets = [each.nanoseconds for each in clock_offsets(files)]
-    arrivals = [_collectives(file, offset) for file, offset in zip(files, offsets, strict=True)]
+    offsets = clock_offsets(files)
+    arrivals = [
+        {number: (begin - offset, end - offset) for number, (begin, end) in file.collectives().items()}
+        for file, offset in zip(files, offsets, strict=True)
+    ]
     last = _arrivals(arrivals)
     uses = []
     for file, offset, own in zip(files, offsets, arrivals, strict=True):
@@ -146,13 +150,6 @@ def _causes(
         if number > looks.num * _OFTEN_SEEN:
             found.append(f"it was at {line} in {number} of {looks.num} looks")
     return tuple(found)
-
-
-def _collectives(file: FileEvents, offset: int) -> dict[int, tuple[int, int]]:
-    table = file.table
-    rows = table[(table["kind"] == EventKind.COLLECTIVE) & (table["end"] > 0)]
-    numbers, begins, ends = (rows[name].tolist() for name in ("index", "begin", "end"))
-    return {number: (begin - offset, end - offset) for number, begin, end in zip(numbers, begins, ends, strict=True)}
 
 
 def _arrivals(arrivals: Sequence[Mapping[int, tuple[int, int]]]) -> dict[int, tuple[int, int]]:
@@ -277,7 +274,7 @@ def _judge(uses: Sequence[TimeUse], causes: Mapping[int, tuple[str, ...]]) -> Sl
     guide = late if is_behind else uses[0]
     bound = max(guide.shares, key=lambda name: guide.shares[name])
     is_late_in_a_part = False
-    sentences = [f"{_first(bound)} bounds the step: {guide.shares[bound]:.0%} of the time of rank {guide.rank}."]
+    sentences = [f"{capitalized(bound)} bounds the step: {guide.shares[bound]:.0%} of the time of rank {guide.rank}."]
     if is_behind:
         share = median(use.shares["waiting"] for use in others)
         sentences.append(
@@ -285,12 +282,12 @@ def _judge(uses: Sequence[TimeUse], causes: Mapping[int, tuple[str, ...]]) -> Sl
             f"{late.came_last:.0%} of these waits."
         )
         part, usual = _what_makes_late(late, others)
-        is_late_in_a_part = late.shares[part] - usual > _MATTERS and late.shares[part] > _EXCESS * usual
+        share = late.shares[part]
+        is_late_in_a_part = share - usual > _MATTERS and share > _EXCESS * usual
         if is_late_in_a_part:
             bound = part
-            sentences[0] = f"{_first(part)} of rank {late.rank} bounds the step: {late.shares[part]:.0%} of its time."
-            times = late.shares[part] / max(usual, 0.01)
-            sentences.append(f"Its {part} takes {times:.1f} times as long as that of the others.")
+            sentences[0] = f"{capitalized(part)} of rank {late.rank} bounds the step: {share:.0%} of its time."
+            sentences.append(f"Its {part} takes {share / max(usual, 0.01):.1f} times as long as that of the others.")
     elif max(waiting) > _MATTERS:
         sentences.append(
             f"Ranks wait for each other for up to {max(waiting):.0%} of the time, now for one, now for another."
@@ -305,7 +302,7 @@ def _judge(uses: Sequence[TimeUse], causes: Mapping[int, tuple[str, ...]]) -> Sl
     second = max((name for name in PARTS if name != bound), key=lambda name: guide.shares[name])
     is_close = guide.shares[second] > guide.shares[bound] - _NEARLY
     if not is_late_in_a_part and is_close and second != "waiting":
-        sentences.insert(1, f"{_first(second)} takes nearly as much: {guide.shares[second]:.0%}.")
+        sentences.insert(1, f"{capitalized(second)} takes nearly as much: {guide.shares[second]:.0%}.")
         sentences.append(_ADVICE[second])
     return SlowReport(
         text=" ".join(sentences),
@@ -333,10 +330,6 @@ def _about_unequal_work(late: TimeUse, others: Sequence[TimeUse]) -> list[str]:
         return []
     work = f"{late.shards_per_step:.1f} shards with {late.samples_per_step:.0f} samples in a step"
     return [f"It has more work: {work}, the others {usual:.0f} samples."]
-
-
-def _first(text: str) -> str:
-    return text[0].upper() + text[1:]
 
 
 def sample_workers(files: Sequence[FileEvents]) -> dict[int, Looks]:

@@ -122,7 +122,7 @@ class StallWatch:
 
     def _tell(self, found: "Examination", silent: dict[Path, int]) -> None:
         """Log the verdict; and once more when a worker that is the cause has shown its stack, if it did not in time."""
-        has_stacks = answered(found)
+        has_stacks = found.late_stacks.isdisjoint(found.verdict.ranks)  # of the workers that are the cause
         is_told = self._asks_left > 0
         self._asks_left = 0 if has_stacks else self._asks_left - 1 if is_told else _MOST_ASKS
         if self._silent_workers() != silent or (is_told and not has_stacks):
@@ -183,11 +183,6 @@ def is_told(verdict: "Verdict", silence: float, stall_seconds: float, *, is_awai
     if verdict.kind != "stalled":
         return False
     return verdict.is_certain or is_awaited or silence > _PATIENCE * stall_seconds
-
-
-def answered(found: "Examination") -> bool:
-    """Return whether the workers that are the cause have shown their stacks in time, those that can."""
-    return found.late_stacks.isdisjoint(found.verdict.ranks)
 
 
 @contextmanager

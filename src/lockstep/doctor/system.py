@@ -73,7 +73,6 @@ class ProcessFacts:
     swapped_bytes: int
     cpu_seconds: float
     """Time on cores since it began, of all threads."""
-    num_threads: int
     call: str
     """The system call that its main thread is in, with the file if it has one; empty if it is in none, or not known."""
     catches: int
@@ -88,10 +87,8 @@ class ProcessFacts:
 def look_at(pid: int) -> ProcessFacts | None:
     """Return what the system knows of a process; None if there is none, or it has ended (local)."""
     folder = Path(f"/proc/{pid}")
-    try:
-        stat = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        status = (folder / "status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    stat, status = _read(folder / "stat").rpartition(")")[2].split(), _read(folder / "status")
+    if not stat or not status:
         return None
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     return ProcessFacts(
@@ -99,7 +96,6 @@ def look_at(pid: int) -> ProcessFacts | None:
         memory_bytes=_bytes(fields.get("VmRSS", "")),
         swapped_bytes=_bytes(fields.get("VmSwap", "")),
         cpu_seconds=(int(stat[11]) + int(stat[12])) / _TICKS_PER_SECOND,
-        num_threads=int(stat[17]),
         call=_system_call(folder),
         catches=int(fields.get("SigCgt", "0"), 16),
     )
@@ -107,13 +103,7 @@ def look_at(pid: int) -> ProcessFacts | None:
 
 def children_of(pid: int) -> list[int]:
     """Return the processes that a process has started and that run, the children of its children not among them."""
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found += map(int, path.read_text(encoding="ascii").split())
-        except OSError:  # a thread that has ended
-            continue
-    return found
+    return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in _read(path).split()]
 
 
 def thread_beside_frozen_main(pid: int) -> int | None:
@@ -135,21 +125,12 @@ def thread_beside_frozen_main(pid: int) -> int | None:
 
 def _core_ns(pid: int) -> int:
     """Return for how many nanoseconds the threads of a process have run."""
-    total = 0
-    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        try:
-            total += int(path.read_text(encoding="ascii").split()[0])
-        except OSError:  # a thread that has ended
-            continue
-    return total
+    words = (_read(path).split() for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+    return sum(int(each[0]) for each in words if each)  # empty: a thread that has ended
 
 
 def _switches(thread: Path) -> list[str]:
-    try:
-        lines = (thread / "status").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    return [line for line in lines if "ctxt_switches" in line]
+    return [line for line in _read(thread / "status").splitlines() if "ctxt_switches" in line]
 
 
 def _bytes(text: str) -> int:
@@ -178,10 +159,7 @@ def _call_name(words: Sequence[str]) -> str:
 
 def _call_words(folder: Path) -> list[str]:
     """Return the number of the system call that a thread is in, and its arguments; empty if it is in none."""
-    try:
-        words = (folder / "syscall").read_text(encoding="ascii").split()
-    except OSError:
-        return []
+    words = _read(folder / "syscall").split()
     return words if words and words[0].isdecimal() else []
 
 

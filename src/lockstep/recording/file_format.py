@@ -10,7 +10,7 @@ written. A slot that was never used has 0 in both.
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
 from typing import Final
 
@@ -36,6 +36,8 @@ MOST_TEXT: Final = 400
 FIXED: Final = struct.Struct("@8s4I2q3q64s64s40s")
 """Magic, version, capacity, process, signal for stacks, start of the process in ticks, owner, wall clock and monotonic
 clock when it was opened, their resolution, name of the host, name of the program, boot of the host."""
+_NUM_NUMBERS: Final = 8
+"""So many numbers of a header do not change: those up to the monotonic clock."""
 CHANGING_START: Final = 512
 CHANGING: Final = struct.Struct("@6q")
 """Rank, world size, generation, bytes of text, end on the monotonic clock (0 while it is open), exit code."""
@@ -83,6 +85,8 @@ class EventKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileHeader:
+    """Its fields are in the order of `FIXED` and `CHANGING`."""
+
     version: int
     capacity: int
     """How many events the ring holds."""
@@ -115,21 +119,9 @@ def file_bytes(capacity: int) -> int:
 
 
 def pack_fixed(header: FileHeader) -> bytes:
-    return FIXED.pack(
-        MAGIC,
-        header.version,
-        header.capacity,
-        header.pid,
-        header.stack_signal,
-        header.start_ticks,
-        header.worker,
-        header.opened_wall_ns,
-        header.opened_ns,
-        0,
-        header.host.encode()[:64],
-        header.program.encode()[:64],
-        header.boot.encode()[:40],
-    )
+    numbers = astuple(header)[:_NUM_NUMBERS]
+    texts = header.host.encode()[:64], header.program.encode()[:64], header.boot.encode()[:40]
+    return FIXED.pack(MAGIC, *numbers, 0, *texts)
 
 
 def parse_header(data: bytes) -> FileHeader:
@@ -137,31 +129,15 @@ def parse_header(data: bytes) -> FileHeader:
     if len(data) < HEADER_BYTES or data[: len(MAGIC)] != MAGIC:
         raise ValueError("not a file of a recording, or one that was being made.")
     fixed = FIXED.unpack_from(data)
-    version, capacity, pid, stack_signal = fixed[1:5]
+    version, capacity = fixed[1:3]
     if version != VERSION:
         raise ValueError(f"a recording of version {version}; this Lockstep reads version {VERSION}.")
     if capacity < 1 or capacity & (capacity - 1):
         raise ValueError(f"a damaged file: its ring has {capacity} places, expected a power of two.")
     rank, world_size, generation, _, ended_ns, exit_code = CHANGING.unpack_from(data, CHANGING_START)
-    host, program, boot = (text.rstrip(b"\0").decode(errors="replace") for text in fixed[10:13])
-    return FileHeader(
-        version=version,
-        capacity=capacity,
-        pid=pid,
-        stack_signal=stack_signal,
-        start_ticks=fixed[5],
-        worker=fixed[6],
-        opened_wall_ns=fixed[7],
-        opened_ns=fixed[8],
-        host=host,
-        program=program,
-        boot=boot,
-        rank=rank,
-        world_size=world_size,
-        generation=generation,
-        ended_ns=ended_ns,
-        exit_code=exit_code,
-    )
+    texts = (text.rstrip(b"\0").decode(errors="replace") for text in fixed[10:13])
+    values = (*fixed[1 : 1 + _NUM_NUMBERS], *texts, rank, world_size, generation, ended_ns, exit_code)
+    return FileHeader(**dict(zip((each.name for each in fields(FileHeader)), values, strict=True)))
 
 
 def read_text(texts: bytes, place: int) -> str:

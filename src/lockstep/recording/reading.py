@@ -57,8 +57,10 @@ class FileEvents:
     table: NDArray[Any]
     """The events in the order of their numbers, as a structured array with the fields of `OneEvent`; texts by place."""
     texts: bytes
-    num_torn: int
-    """How many events were being written, and are left out."""
+
+    @property
+    def is_launchers(self) -> bool:
+        return self.header.worker < 0
 
     def text(self, place: int) -> str:
         return read_text(self.texts, place)
@@ -69,11 +71,20 @@ class FileEvents:
         fields = {name: int(row[name]) for name in ("number", "begin", "end", "kind", "step", "index", "size")}
         return OneEvent(text=self.text(int(row["text"])), **fields)
 
-    def under_way(self, kinds: Sequence[EventKind] = ()) -> list[OneEvent]:
-        """Return the events that have not ended, of these kinds or of all, oldest first."""
-        positions = np.flatnonzero(self.table["end"] == 0)
-        found = [self.event(int(position)) for position in positions]
-        return [each for each in found if not kinds or each.kind in kinds]
+    def events(self, kind: EventKind | None = None) -> list[OneEvent]:
+        """Return the events of a kind, or all, oldest first."""
+        positions = range(len(self.table)) if kind is None else np.flatnonzero(self.table["kind"] == kind).tolist()
+        return [self.event(position) for position in positions]
+
+    def under_way(self) -> list[OneEvent]:
+        """Return the events that have not ended, oldest first."""
+        return [self.event(position) for position in np.flatnonzero(self.table["end"] == 0).tolist()]
+
+    def collectives(self) -> dict[int, tuple[int, int]]:
+        """Return when each collective began and ended, of those that have, by its number."""
+        rows = self.table[(self.table["kind"] == EventKind.COLLECTIVE) & (self.table["end"] > 0)]
+        columns = (np.asarray(rows[name]).tolist() for name in ("index", "begin", "end"))
+        return {index: (begin, end) for index, begin, end in zip(*columns, strict=True)}
 
     def last(self, kind: EventKind) -> OneEvent | None:
         positions = np.flatnonzero(self.table["kind"] == kind)
@@ -84,8 +95,7 @@ def read_file(path: Path) -> FileEvents:
     """Read one file, which may be written meanwhile; `ValueError` if it is no recording of this version."""
     header, first, texts = _copy(path)
     _, second, texts = _copy(path)
-    table, num_torn = _parse(first, second)
-    return FileEvents(path=path, header=header, table=table, texts=texts, num_torn=num_torn)
+    return FileEvents(path=path, header=header, table=_parse(first, second), texts=texts)
 
 
 def read_recording(directory: Path) -> list[FileEvents]:
@@ -96,7 +106,7 @@ def read_recording(directory: Path) -> list[FileEvents]:
             found.append(read_file(path))
         except ValueError:
             continue
-    return sorted(found, key=lambda each: (each.header.worker < 0, each.header.worker, each.header.opened_ns))
+    return sorted(found, key=lambda each: (each.is_launchers, each.header.worker, each.header.opened_ns))
 
 
 def _copy(path: Path) -> tuple[FileHeader, NDArray[Any], bytes]:
@@ -108,7 +118,7 @@ def _copy(path: Path) -> tuple[FileHeader, NDArray[Any], bytes]:
     return header, words.reshape(header.capacity, _WORDS), data[HEADER_BYTES:RING_START]
 
 
-def _parse(first: NDArray[Any], second: NDArray[Any]) -> tuple[NDArray[Any], int]:
+def _parse(first: NDArray[Any], second: NDArray[Any]) -> NDArray[Any]:
     """Return the events that two copies of the ring agree on. [Note: a torn event]."""
     is_same = (first == second).all(axis=1)
     slots = np.arange(len(first))
@@ -120,17 +130,7 @@ def _parse(first: NDArray[Any], second: NDArray[Any]) -> tuple[NDArray[Any], int
     table["number"], table["begin"], table["end"] = rows[:, 0] - 1, rows[:, 1], rows[:, 2]
     table["kind"], table["text"] = rows[:, 3] & _KIND_MASK, rows[:, 3] >> TEXT_SHIFT
     table["step"], table["index"], table["size"] = rows[:, 4], rows[:, 5], rows[:, 6]
-    is_torn = (first[:, 0] != 0) | (first[:, -1] != 0)
-    return table[np.argsort(table["number"])], int((is_torn & ~is_whole).sum())
-
-
-@dataclass(frozen=True, slots=True)
-class ClockOffset:
-    """What is subtracted from the times of a file to have them on the clock of the first one."""
-
-    nanoseconds: int
-    error_ns: int | None
-    """How far off it may be; 0 on one host, None if that is not known."""
+    return table[np.argsort(table["number"])]
 
 
 def bound_offset(here: Mapping[int, tuple[int, int]], there: Mapping[int, tuple[int, int]]) -> tuple[int, int] | None:
@@ -146,8 +146,8 @@ def bound_offset(here: Mapping[int, tuple[int, int]], there: Mapping[int, tuple[
     return (lower, upper) if lower <= upper else None
 
 
-def clock_offsets(files: Sequence[FileEvents]) -> list[ClockOffset]:
-    """Return the offset of each file's clock to the first one's: it brings the clocks of several hosts together.
+def clock_offsets(files: Sequence[FileEvents]) -> list[int]:
+    """Return the nanoseconds to subtract from each file's times to have them on the clock of the first one.
 
     [Note: clocks of several hosts] Processes of one boot of a host share the monotonic clock. For another host the
     difference is found from the recording: no rank can leave a collective before every rank has entered it. So with
@@ -156,28 +156,17 @@ def clock_offsets(files: Sequence[FileEvents]) -> list[ClockOffset]:
         begin_a <= end_b - d     d <= end_b - begin_a
         begin_b - d <= end_a     d >= begin_b - end_a
 
-    The largest lower and the smallest upper bound of all common collectives leave an interval. Its middle is taken, and
-    half its width is the error. Without common collectives the wall clocks decide, whose error is not known.
+    The largest lower and the smallest upper bound of all common collectives leave an interval, whose middle is taken.
+    Without common collectives the wall clocks decide.
     """
-    if not files:
-        return []
-    first = files[0]
-    return [_offset(first, each) for each in files]
+    return [_offset(files[0], each) for each in files]
 
 
-def _offset(first: FileEvents, other: FileEvents) -> ClockOffset:
+def _offset(first: FileEvents, other: FileEvents) -> int:
     if other.header.boot == first.header.boot:
-        return ClockOffset(0, 0)
-    bounds = bound_offset(_collectives(first), _collectives(other))
+        return 0
+    bounds = bound_offset(first.collectives(), other.collectives())
     if bounds is not None:
-        lower, upper = bounds
-        return ClockOffset((lower + upper) // 2, (upper - lower + 1) // 2)
+        return sum(bounds) // 2
     wall = [each.header.opened_ns - each.header.opened_wall_ns for each in (first, other)]
-    return ClockOffset(wall[1] - wall[0], None)
-
-
-def _collectives(file: FileEvents) -> dict[int, tuple[int, int]]:
-    table = file.table
-    rows = table[(table["kind"] == EventKind.COLLECTIVE) & (table["end"] > 0)]
-    columns = (np.asarray(rows[name]).tolist() for name in ("index", "begin", "end"))
-    return {index: (begin, end) for index, begin, end in zip(*columns, strict=True)}
+    return wall[1] - wall[0]

@@ -9,7 +9,7 @@ from rich.console import Console
 from tests.unit.devices.machines import GIB, Card, FakeNvml, refusal
 
 from lockstep.cli.doctor import gpu_use
-from lockstep.doctor.activity import not_begun
+from lockstep.doctor.activity import Activity
 from lockstep.doctor.diagnosis import Verdict, WorkerState
 from lockstep.doctor.examination import Examination
 from lockstep.doctor.report import print_examination
@@ -25,7 +25,7 @@ def test_memory_and_load_of_the_workers_gpus_are_shown_and_who_else_is_on_them()
     assert found[pid] == "3,072 MiB on GPU 0, busy 97 %"
     assert found[other].startswith("1,024 MiB on GPU 0, busy 97 %")
     assert "GPU 1" not in found[other]
-    worker = WorkerState(rank=0, pid=pid, activity=not_begun(0), seconds=0.0, facts=None)
+    worker = WorkerState(rank=0, pid=pid, activity=Activity(doing="has ended", since_ns=0), seconds=0.0, facts=None)
     verdict = Verdict(kind="running", text="All is well.", advice="", ranks=())
     console = Console(width=250, record=True, file=io.StringIO())
     examination = Examination(recording=Path("r"), program="", workers=(worker,), stacks={}, verdict=verdict)

@@ -9,9 +9,7 @@ from lockstep.doctor.activity import Activity
 from lockstep.doctor.diagnosis import LoadingProcess, WorkerState, diagnose
 from lockstep.doctor.system import ProcessFacts
 
-SLEEPING = ProcessFacts(
-    state="sleeping", memory_bytes=2**30, swapped_bytes=0, cpu_seconds=1.0, num_threads=4, call="futex", catches=0
-)
+SLEEPING = ProcessFacts(state="sleeping", memory_bytes=2**30, swapped_bytes=0, cpu_seconds=1.0, call="futex", catches=0)
 COMPUTING = Activity(
     step=7,
     doing="computes shard 1",

@@ -50,7 +50,6 @@ def recorded(rank: int, parts: Mapping[str, int], other: Mapping[str, int], num_
         header=header(rank=rank, boot="a"),
         table=np.array(rows, EVENT_TYPE),
         texts=b"",
-        num_torn=0,
     )
 
 
@@ -140,7 +139,7 @@ def test_one_long_wait_counts_more_than_many_short_ones() -> None:
         ]
         file.table["index"][file.table["kind"] == EventKind.COLLECTIVE] += 10_000 + 1000 * rank  # not in common
         table = np.concatenate([file.table, np.array(rows, EVENT_TYPE)])
-        return FileEvents(path=file.path, header=file.header, table=table, texts=b"", num_torn=0)
+        return FileEvents(path=file.path, header=file.header, table=table, texts=b"")
 
     found = find_slow([with_calls(0, [101, 202, 303, 310]), with_calls(1, [100, 201, 302, 700])])
     assert found.workers[1].came_last > 0.9  # of four calls it was the last in one

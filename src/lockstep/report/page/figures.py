@@ -83,7 +83,7 @@ def draw_timeline(run: RunData) -> Any | None:
     bars = [
         bar
         for file, offset in zip(workers, clock_offsets(workers), strict=True)
-        for bar in _worker_bars(file.table, file.text, f"{file.header.rank}", offset.nanoseconds)
+        for bar in _worker_bars(file.table, file.text, f"{file.header.rank}", offset)
     ]
     if not bars:
         return None
