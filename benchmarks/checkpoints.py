@@ -29,8 +29,8 @@ import torch.distributed.checkpoint as dcp
 from tables import load_average, log, mark, print_row
 from torch import Tensor, nn
 
-from lockstep.checkpoint import Checkpoint, Manifest, Saver
-from lockstep.checkpoint.manifest import encode_state
+from lockstep.checkpoint.manifest import Checkpoint, Manifest, encode_state
+from lockstep.checkpoint.saver import Saver
 
 SIDES = {
     "lockstep": "Lockstep, background",

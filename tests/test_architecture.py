@@ -57,7 +57,6 @@ PURE = (
     "lockstep.reduce.plan",
     "lockstep.parallel.comparison.check",
     "lockstep.data.order",
-    "lockstep.checkpoint.interop.fit",
     "lockstep.checkpoint.header",
     "lockstep.checkpoint.manifest",
     "lockstep.checkpoint.interop.names",

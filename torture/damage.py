@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lockstep.checkpoint import Checkpoint, Manifest, load_checkpoint, save_checkpoint, state_digest
+from lockstep.checkpoint.file import load_checkpoint, save_checkpoint, state_digest
+from lockstep.checkpoint.manifest import Checkpoint, Manifest
 from lockstep.errors import CheckpointError
 from torture.row import Row
 

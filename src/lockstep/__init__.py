@@ -5,7 +5,7 @@ related classes. The trainer layer (`Trainer`, `ShardedLoader`, `launch`) adds w
 same model on any number of workers.
 """
 
-from lockstep.checkpoint import load_weights
+from lockstep.checkpoint.interop.weights import load_weights
 from lockstep.comm import (
     destroy_process_group,
     init_process_group,

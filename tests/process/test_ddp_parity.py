@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
-from lockstep.checkpoint import state_digest
+from lockstep.checkpoint.file import state_digest
 from lockstep.errors import GroupError, ParameterMismatchError, ReductionError
 
 SMALL_BUCKETS_MB = 0.0005

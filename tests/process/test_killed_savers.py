@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint import Checkpoint, Manifest, Saver, load_checkpoint, save_checkpoint, state_digest
 from lockstep.checkpoint.atomic_write import atomic_write, remove_stale_temp_files
+from lockstep.checkpoint.file import load_checkpoint, save_checkpoint, state_digest
+from lockstep.checkpoint.manifest import Checkpoint, Manifest
+from lockstep.checkpoint.saver import Saver
 from lockstep.errors import CheckpointError
 
 pytestmark = [
@@ -255,7 +257,8 @@ def test_a_user_who_may_not_write_is_told(tmp_path: Path) -> None:
 SCRIPT = """
 import sys, time, torch
 from pathlib import Path
-from lockstep.checkpoint import Checkpoint, Manifest, Saver
+from lockstep.checkpoint.manifest import Checkpoint, Manifest
+from lockstep.checkpoint.saver import Saver
 manifest = Manifest(epoch=0, step=0, global_step=0, num_shards=1, seed=0, digest="", optimizer=None, scheduler=None,
                     config=None)
 Saver().save(Path("a.ckpt"), Checkpoint(model={"w": torch.ones(9)}, optimizer={}, manifest=manifest),

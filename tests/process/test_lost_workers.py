@@ -20,7 +20,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lockstep.checkpoint import load_checkpoint
+from lockstep.checkpoint.file import load_checkpoint
 from lockstep.cli.main import app
 from lockstep.launch.control import ask, connect
 from lockstep.report import MetricsFile

@@ -17,7 +17,7 @@ from tests.process import warm
 from tests.process.test_train_command import COMMAND, Said, run
 from typer.testing import CliRunner
 
-from lockstep.checkpoint import read_manifest
+from lockstep.checkpoint.file import read_manifest
 from lockstep.cli.main import app
 from lockstep.report import MetricsFile
 from lockstep.runs.config import read_config

@@ -22,7 +22,7 @@ from tests.process.training_cases import (
 from torch import Tensor, nn
 
 import lockstep as ls
-from lockstep.checkpoint import state_digest
+from lockstep.checkpoint.file import state_digest
 from lockstep.comm import current_world
 
 Answer = dict[str, Any]

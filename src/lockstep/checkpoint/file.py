@@ -122,7 +122,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, pause: Pause = no_pause)
 
 def load_checkpoint(path: Path, device: torch.device | str = "cpu", *, check: bool = True) -> Checkpoint:
     """Read a checkpoint; no code in it is executed (local)."""
-    header, manifest = _read_verified_header(path)
+    header, manifest = read_verified_header(path)
     model: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
     damaged: list[str] = []
@@ -146,7 +146,7 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu", *, check: bo
 
 def read_manifest(path: Path) -> Manifest:
     """Read a checkpoint's manifest; checks the header's checksum and the file's length, not the tensors (local)."""
-    return _read_verified_header(path)[1]
+    return read_verified_header(path)[1]
 
 
 def read_verified_manifest(path: Path) -> Manifest:
@@ -154,7 +154,7 @@ def read_verified_manifest(path: Path) -> Manifest:
 
     CheckpointError if it is damaged; LaterFormatError, a subclass, if it cannot be checked.
     """
-    header, manifest = _read_verified_header(path)
+    header, manifest = read_verified_header(path)
     try:
         with path.open("rb", buffering=0) as file:
             damaged = [
@@ -192,7 +192,8 @@ def find_newest_intact(folder: Path, on_damaged: Callable[[CheckpointError], Non
     raise AssertionError("unreachable: the last checkpoint is returned, or its error raised")
 
 
-def _read_verified_header(path: Path) -> tuple[Header, Manifest]:
+def read_verified_header(path: Path) -> tuple[Header, Manifest]:
+    """Read a file's header and manifest; checks the header's checksum and the length of the file (local)."""
     header, file_bytes = read_header(path)
     if header.is_intact is False:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: its header is damaged. (LS702)")

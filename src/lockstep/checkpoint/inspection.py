@@ -4,7 +4,7 @@
 header is damaged.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -16,7 +16,7 @@ from lockstep.checkpoint.file import (
     digest_parts,
     manifest_of,
     read_header,
-    read_manifest,
+    read_verified_header,
 )
 from lockstep.checkpoint.header import Header, TensorInfo, checksum
 from lockstep.checkpoint.manifest import Manifest
@@ -70,9 +70,8 @@ class VerificationResult:
 
 def show_checkpoint(path: Path) -> CheckpointContents:
     """Return what a checkpoint contains, without reading its tensors (local)."""
-    manifest = read_manifest(path)
-    header, num_bytes = read_header(path)
-    return CheckpointContents(path=path, num_bytes=num_bytes, manifest=manifest, groups=_group(header.tensors))
+    header, manifest = read_verified_header(path)
+    return CheckpointContents(path=path, num_bytes=header.file_bytes, manifest=manifest, groups=_group(header.tensors))
 
 
 def verify_checkpoint(path: Path) -> VerificationResult:
@@ -85,7 +84,7 @@ def verify_checkpoint(path: Path) -> VerificationResult:
     except CheckpointError as error:
         if not path.is_file():
             raise
-        return _result(path, (), (str(error),))
+        return VerificationResult(path=path, problems=(str(error),), damaged=(), num_tensors=0)
     problems: list[str] = []
     if header.is_intact is False:
         problems.append("the header is not as written")
@@ -96,13 +95,8 @@ def verify_checkpoint(path: Path) -> VerificationResult:
     damaged, digest = _read_tensors(path, header, num_bytes, checksums)
     if manifest is not None and digest != manifest.digest:
         problems.append("the parameters and buffers do not match the digest")
-    return _result(path, header.tensors, tuple(problems), tuple(damaged))
-
-
-def _result(
-    path: Path, infos: Sequence[TensorInfo], problems: tuple[str, ...], damaged: tuple[str, ...] = ()
-) -> VerificationResult:
-    return VerificationResult(path=path, problems=problems, damaged=damaged, num_tensors=len(infos))
+    num_tensors = len(header.tensors)
+    return VerificationResult(path=path, problems=tuple(problems), damaged=tuple(damaged), num_tensors=num_tensors)
 
 
 def _manifest_or_problem(header: Header, path: Path, problems: list[str]) -> Manifest | None:
@@ -134,19 +128,14 @@ def _read_tensors(
             damaged.append(info.name)
         return data
 
-    digested, other = _split(header.tensors)
+    ordered = sorted(header.tensors, key=lambda info: info.name)
+    digested = [info for info in ordered if belongs_to_digest(info.name)]
     with path.open("rb") as file:
         digest = digest_parts((info.name, info.dtype, info.shape, read(file, info)) for info in digested)
-        for info in other:
-            read(file, info)
+        for info in ordered:
+            if not belongs_to_digest(info.name):
+                read(file, info)
     return damaged, digest
-
-
-def _split(infos: Iterable[TensorInfo]) -> tuple[list[TensorInfo], list[TensorInfo]]:
-    """Return the tensors that the digest is of and the others, each sorted by name."""
-    ordered = sorted(infos, key=lambda info: info.name)
-    digested = [info for info in ordered if belongs_to_digest(info.name)]
-    return digested, [info for info in ordered if not belongs_to_digest(info.name)]
 
 
 def _group(infos: Iterable[TensorInfo]) -> tuple[TensorGroup, ...]:

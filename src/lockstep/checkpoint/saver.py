@@ -38,14 +38,8 @@ OnError = Literal["stop", "warn"]
 
 _NICENESS = 10
 """Nice value of the saving thread, so that the scheduler prefers the training's threads."""
-
-
-AfterSave = Callable[[Path], None]
+AfterSave = Callable[[Path], None] | None
 """What `Saver` calls on the saving thread after a file was written, with its path."""
-
-
-def do_nothing(_path: Path, /) -> None:
-    """Do nothing after a save."""
 
 
 @final
@@ -61,7 +55,7 @@ class Saver:
         *,
         is_async: bool = True,
         on_error: OnError = "stop",
-        on_saved: Callable[[Path], None] = do_nothing,
+        on_saved: Callable[[Path], None] | None = None,
         warn_after_seconds: float = 10.0,
     ) -> None:
         self._is_async = is_async
@@ -74,7 +68,7 @@ class Saver:
         self._saved: list[Path] = []
         self._errors: list[Exception] = []
 
-    def save(self, path: Path, checkpoint: Checkpoint, after: AfterSave = do_nothing) -> None:
+    def save(self, path: Path, checkpoint: Checkpoint, after: AfterSave = None) -> None:
         """Write a checkpoint; the state may change as soon as this returns (local; call it on one rank).
 
         Waits first for a save that is still running. The digest in the manifest is computed here, from the saved state.
@@ -128,7 +122,8 @@ class Saver:
         saved, self._saved = self._saved, []
         errors, self._errors = self._errors, []
         for path in saved:
-            self._on_saved(path)
+            if self._on_saved is not None:
+                self._on_saved(path)
         for error in errors:
             if self._on_error == "stop" or not isinstance(error, CheckpointError):
                 raise error
@@ -177,7 +172,8 @@ class Saver:
             with own_recorder().during(EventKind.SAVING, text="write" if self._is_async else "save"):
                 save_checkpoint(path, with_digest(checkpoint, pause), pause)
             self._saved.append(path)
-            after(path)
+            if after is not None:
+                after(path)
         except Exception as error:  # noqa: BLE001 - `wait` raises it on the training thread
             self._errors.append(error)
 

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.checkpoint import CheckpointContents, VerificationResult, show_checkpoint, verify_checkpoint
+from lockstep.checkpoint.inspection import CheckpointContents, VerificationResult, show_checkpoint, verify_checkpoint
 from lockstep.checkpoint.interop.convert import convert_weights
 from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.cli.failures import FAILURE_EXIT

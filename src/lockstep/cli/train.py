@@ -49,7 +49,7 @@ from lockstep.runs.opening import OpenedRun, OpenRequest, open_run
 from lockstep.settings import read_settings
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint import Manifest
+    from lockstep.checkpoint.manifest import Manifest
     from lockstep.comm.bootstrap.identity import WorldVariables
     from lockstep.runs.saving import Resume
 
@@ -214,7 +214,7 @@ def _start_again(job: Job, placement: Placement) -> StartAgain | None:
     before = read_progress()
 
     def resume() -> tuple[str, bytes]:
-        from lockstep.checkpoint import read_manifest
+        from lockstep.checkpoint.file import read_manifest
 
         allowed = job.resume.allowed if job.resume is not None else frozenset[str]()
         for path in find_checkpoints(job.run_dir):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import state_digest
+from lockstep.checkpoint.file import state_digest
 from lockstep.engine.callbacks import Callback
 from lockstep.errors import CheckpointError
 from lockstep.torch_private.modules import foreach_copy_, foreach_lerp_, non_persistent_buffer_names

@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.checkpoint import Checkpoint, Manifest, load_checkpoint, save_checkpoint
-from lockstep.checkpoint.file import find_newest_intact, with_digest
-from lockstep.checkpoint.manifest import decode_state, encode_state
+from lockstep.checkpoint.file import find_newest_intact, load_checkpoint, save_checkpoint, with_digest
+from lockstep.checkpoint.manifest import Checkpoint, Manifest, decode_state, encode_state
 from lockstep.checkpoint.step_files import checkpoint_name
 from lockstep.comm import World
 from lockstep.data import Cursor

@@ -24,7 +24,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import state_digest
+from lockstep.checkpoint.file import state_digest
 from lockstep.engine.buffers import BufferSnapshot, buffer_parts
 from lockstep.engine.callbacks import Callbacks
 from lockstep.engine.optimizers import class_name

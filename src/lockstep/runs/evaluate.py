@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.checkpoint import load_checkpoint
+from lockstep.checkpoint.file import load_checkpoint
 from lockstep.data import ShardedLoader
 from lockstep.engine.averaging import SWA, AveragedWeights, put_weights
 from lockstep.engine.evaluation import Mean, has_batchnorm, read_values

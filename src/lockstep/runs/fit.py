@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch
 
-from lockstep.checkpoint import load_checkpoint, read_manifest
+from lockstep.checkpoint.file import load_checkpoint, read_manifest
 from lockstep.checkpoint.step_files import checkpoint_name
 from lockstep.comm import World
 from lockstep.comm.generations import current_generations

@@ -47,7 +47,7 @@ from lockstep.runs.directory import (
 )
 
 if TYPE_CHECKING:  # opening a new run needs no torch
-    from lockstep.checkpoint import Manifest
+    from lockstep.checkpoint.manifest import Manifest
 
 NEWEST = ""
 """Used in place of a path for the newest checkpoint of a run."""
@@ -174,8 +174,7 @@ def _find_directory(wanted: OpenRequest) -> Path | None:
 
 
 def _find_source(wanted: OpenRequest, run_dir: Path | None, warn: Tell) -> SourceCheckpoint:
-    from lockstep.checkpoint import read_manifest
-    from lockstep.checkpoint.file import find_newest_intact
+    from lockstep.checkpoint.file import find_newest_intact, read_manifest
 
     path = Path(wanted.resumed) if wanted.resumed else run_dir
     assert path is not None
@@ -229,7 +228,7 @@ def _rename_broken(run_dir: Path, origin: SourceCheckpoint, warn: Tell) -> None:
 
 
 def _is_intact(path: Path) -> bool:
-    from lockstep.checkpoint import read_verified_manifest
+    from lockstep.checkpoint.file import read_verified_manifest
 
     try:
         read_verified_manifest(path)

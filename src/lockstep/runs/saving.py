@@ -15,10 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, final
 
-from lockstep.checkpoint import Checkpoint, Manifest, Saver, read_manifest
 from lockstep.checkpoint.atomic_write import remove_stale_temp_files
-from lockstep.checkpoint.manifest import decode_state
-from lockstep.checkpoint.saver import StateCopy
+from lockstep.checkpoint.file import read_manifest
+from lockstep.checkpoint.manifest import Checkpoint, Manifest, decode_state
+from lockstep.checkpoint.saver import Saver, StateCopy
 from lockstep.checkpoint.step_files import checkpoint_name, find_checkpoints, global_step_of
 from lockstep.comm import World
 from lockstep.engine.batches import gather_results

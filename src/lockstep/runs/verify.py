@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lockstep.checkpoint import state_digest
+from lockstep.checkpoint.file import state_digest
 from lockstep.engine.fingerprint import Fingerprint
 from lockstep.runs.build import WITHOUT_CALLBACKS, RunParts, build_parts
 from lockstep.runs.config import Config

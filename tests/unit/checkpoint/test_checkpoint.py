@@ -8,16 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lockstep.checkpoint import (
-    Checkpoint,
-    Manifest,
-    load_checkpoint,
-    load_weights,
-    read_manifest,
-    save_checkpoint,
-    state_digest,
-)
-from lockstep.checkpoint.manifest import FORMAT_VERSION, decode_state, encode_state
+from lockstep.checkpoint.file import load_checkpoint, read_manifest, save_checkpoint, state_digest
+from lockstep.checkpoint.interop.weights import load_weights
+from lockstep.checkpoint.manifest import FORMAT_VERSION, Checkpoint, Manifest, decode_state, encode_state
 from lockstep.errors import CheckpointError
 
 

@@ -12,17 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
-from lockstep.checkpoint import (
-    Checkpoint,
-    Manifest,
-    load_checkpoint,
-    load_weights,
-    save_checkpoint,
-    state_digest,
-    verify_checkpoint,
-)
-from lockstep.checkpoint.file import read_header
+from lockstep.checkpoint.file import load_checkpoint, read_header, save_checkpoint, state_digest
 from lockstep.checkpoint.header import assign_offsets, decode_header, encode_header
+from lockstep.checkpoint.inspection import verify_checkpoint
+from lockstep.checkpoint.interop.weights import load_weights
+from lockstep.checkpoint.manifest import Checkpoint, Manifest
 from lockstep.cli.main import app
 from lockstep.errors import CheckpointError
 

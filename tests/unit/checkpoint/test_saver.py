@@ -13,9 +13,10 @@ import torch
 from tests.support.asynchronous_device import asynchronous_device
 from torch import Tensor
 
-from lockstep.checkpoint import Checkpoint, Manifest, Saver, load_checkpoint, state_digest
 from lockstep.checkpoint.atomic_write import atomic_write
-from lockstep.checkpoint.saver import StateCopy
+from lockstep.checkpoint.file import load_checkpoint, state_digest
+from lockstep.checkpoint.manifest import Checkpoint, Manifest
+from lockstep.checkpoint.saver import Saver, StateCopy
 from lockstep.errors import CheckpointError
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.checkpoint import load_checkpoint, read_manifest, verify_checkpoint
+from lockstep.checkpoint.file import load_checkpoint, read_manifest
+from lockstep.checkpoint.inspection import verify_checkpoint
 from lockstep.comm import World
 from lockstep.engine import run_state
 from lockstep.engine.member import receive_state, send_state

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint import Checkpoint, load_checkpoint
+from lockstep.checkpoint.file import load_checkpoint
+from lockstep.checkpoint.manifest import Checkpoint
 from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.data import Stream
 from lockstep.errors import CheckpointError, ConfigError, DataFileError

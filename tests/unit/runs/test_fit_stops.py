@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.support.fitting import fit_or_stop, importable
 
-from lockstep.checkpoint import read_manifest
+from lockstep.checkpoint.file import read_manifest
 from lockstep.data import Cursor
 from lockstep.errors import CheckpointError
 from lockstep.processes.stop_signals import StopRequest

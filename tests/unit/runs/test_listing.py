@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint import Checkpoint, Manifest, save_checkpoint
+from lockstep.checkpoint.file import save_checkpoint
+from lockstep.checkpoint.manifest import Checkpoint, Manifest
 from lockstep.checkpoint.step_files import checkpoint_name
 from lockstep.cli.runs import _format, _measured
 from lockstep.runs.directory import lock_run

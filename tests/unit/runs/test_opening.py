@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint import Checkpoint, Manifest, read_manifest, save_checkpoint
+from lockstep.checkpoint.file import read_manifest, save_checkpoint
+from lockstep.checkpoint.manifest import Checkpoint, Manifest
 from lockstep.errors import CheckpointError, ConfigError, RunDirectoryError
 from lockstep.runs.config import parse_config
 from lockstep.runs.opening import NEWEST, OpenedRun, OpenRequest, open_run

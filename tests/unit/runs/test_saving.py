@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.checkpoint import load_checkpoint
+from lockstep.checkpoint.file import load_checkpoint
 from lockstep.comm import World
 from lockstep.engine.trainer import Trainer
 from lockstep.events import NULL_RECORDER

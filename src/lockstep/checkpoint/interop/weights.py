@@ -11,9 +11,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lockstep.checkpoint.file import raw_bytes
-from lockstep.checkpoint.interop.fit import LoadedWeights, Shape, describe_misfit, find_shape_mismatches
 from lockstep.checkpoint.interop.locate import EXTRA_STATE
-from lockstep.checkpoint.interop.names import Renaming, first_components, fit_names
+from lockstep.checkpoint.interop.names import (
+    LoadedWeights,
+    Renaming,
+    Shape,
+    describe_misfit,
+    find_shape_mismatches,
+    first_components,
+    fit_names,
+)
 from lockstep.checkpoint.interop.pickled import UNREADABLE
 from lockstep.checkpoint.interop.recognize import ForeignWeights, read_weights
 from lockstep.errors import CheckpointError

@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.checkpoint import load as load_sharded
 from typer.testing import CliRunner
 
-from lockstep.checkpoint import load_weights, save_checkpoint, state_digest
+from lockstep.checkpoint.file import save_checkpoint, state_digest
 from lockstep.checkpoint.interop.convert import Form, convert_weights
+from lockstep.checkpoint.interop.weights import load_weights
 from lockstep.cli.main import app
 from lockstep.errors import CheckpointError
 

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed import HashStore, destroy_process_group, init_process_group
 from torch.distributed.checkpoint import save as save_sharded
 
-from lockstep.checkpoint import LoadedWeights, load_weights, save_checkpoint, state_digest
+from lockstep.checkpoint.file import save_checkpoint, state_digest
+from lockstep.checkpoint.interop.names import LoadedWeights
+from lockstep.checkpoint.interop.weights import load_weights
 from lockstep.errors import CheckpointError
 
 NAMES = 9

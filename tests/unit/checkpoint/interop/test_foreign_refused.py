@@ -17,8 +17,8 @@ from torch.distributed import HashStore, destroy_process_group, init_device_mesh
 from torch.distributed.checkpoint import save as save_sharded
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lockstep.checkpoint import load_weights
 from lockstep.checkpoint.interop.pickled import named_globals
+from lockstep.checkpoint.interop.weights import load_weights
 from lockstep.errors import CheckpointError
 
 
