@@ -2,6 +2,10 @@
 
 A progress bar or a metrics file is a recorder, passed in from outside. Code in which something happens calls
 `recorder.record(event)`. The default is `NULL_RECORDER`, which does nothing.
+
+In events, epochs and steps are counted from 0: `epoch` and `step` are those that the event is of, and a step is one
+within its epoch. `global_step` is the number of updates since the run began, that of a finished step included. A
+`generation` is the number of a set of workers, from 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +20,6 @@ class RunStarted:
 
     world_size: int
     device: str
-    """Device of the worker that records."""
     num_shards: int
     num_parameters: int
     """Trainable parameters, in elements."""
@@ -25,9 +28,7 @@ class RunStarted:
     num_test_samples: int | None
     """Samples of the test set; 0 without one, and None for a stream whose end is not known."""
     first_epoch: int
-    """Epoch in which this training begins, counted from 0."""
     num_epochs: int
-    """Number of epochs of the whole run."""
     num_steps: int | None
     """Steps of one epoch; None where they are not known."""
     first_step: int = 0
@@ -39,11 +40,8 @@ class StepFinished:
     """One optimizer update is done on every worker."""
 
     epoch: int
-    """Epoch, counted from 0."""
     step: int
-    """Step within the epoch, counted from 0."""
     global_step: int
-    """Updates since the run began, this one included."""
     loss: float
     """Weighted mean loss of the global batch."""
     weight: float = 1.0
@@ -59,9 +57,7 @@ class EpochFinished:
     """One pass over the training set is done and evaluated."""
 
     epoch: int
-    """Epoch, counted from 0."""
     global_step: int
-    """Updates since the run began."""
     train_loss: float
     """Weighted mean of the losses of the epoch's steps."""
     test: Mapping[str, float]
@@ -79,7 +75,6 @@ class Evaluated:
     """A loop of the user's own has evaluated."""
 
     global_step: int
-    """Updates since the run began."""
     values: Mapping[str, float]
     """The means, by name."""
 
@@ -90,7 +85,6 @@ class CheckpointSaved:
 
     path: Path
     global_step: int
-    """Updates since the run began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,21 +100,20 @@ class WorkerEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersChanged:
-    """Workers were lost, have joined or have left, and the run continues with those that there are now."""
+    """Workers were lost, have joined or have left, and the run continues with those that there are now.
+
+    `epoch` and `step` are those of the next step.
+    """
 
     generation: int
-    """Number of the present set of workers; the first is 0."""
     lost: tuple[WorkerEnded, ...]
     joined: tuple[tuple[int, int], ...] = ()
     """Who is new: rank now, and process."""
     left: tuple[tuple[int, int], ...] = ()
     """Who has left, as it was asked to: rank before, and process."""
     epoch: int
-    """Epoch of the next step, counted from 0."""
     step: int
-    """The next step within the epoch, counted from 0."""
     global_step: int
-    """Updates since the run began."""
     repeats_step: bool
     """Whether the next step had begun, and is repeated."""
     seconds: float
@@ -133,18 +126,17 @@ class WorkersChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingProcessLost:
-    """A process that loads samples for a worker was killed; the worker has started it anew, or ends."""
+    """A process that loads samples for a worker was killed; the worker has started it anew, or ends.
+
+    `epoch` and `step` are those of the next step.
+    """
 
     process: WorkerEnded
     """The process, and the rank of its worker."""
     generation: int
-    """Number of the present set of workers; the first is 0."""
     epoch: int
-    """Epoch of the next step, counted from 0."""
     step: int
-    """The next step within the epoch, counted from 0."""
     global_step: int
-    """Updates since the run began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +145,6 @@ class RecordingTakenOver:
 
     run: RunStarted
     global_step: int
-    """Updates since the run began."""
 
 
 Event = (

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import tokenize
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Final
@@ -62,7 +62,9 @@ def check(
     said = {path: try_script(path, run_steps) for path in found} if run_steps is not None else {}
     if as_json:
         values = [
-            {"file": str(path), **_values(each)} for path, each_found in found.items() for each in each_found or ()
+            {"file": str(path), **asdict(each), "level": each.level.value}
+            for path, findings in found.items()
+            for each in findings or ()
         ]
         typer.echo(json.dumps(values, indent=2))
     else:
@@ -105,10 +107,6 @@ def _show(path: Path, findings: Sequence[ScriptFinding] | None) -> None:
     typer.echo(f"{path}: {counted(mistakes, 'mistake')}, {counted(len(findings) - mistakes, 'note')}")
 
 
-def _values(finding: ScriptFinding) -> dict[str, object]:
-    return {**asdict(finding), "level": finding.level.value}
-
-
 def try_script(path: Path, steps: int, start: Callable[..., "subprocess.Popen[bytes]"] = subprocess.Popen) -> Trial:
     """Run a script on two CPU workers until they have begun so many steps, or for two minutes (local).
 
@@ -138,8 +136,8 @@ def try_script(path: Path, steps: int, start: Callable[..., "subprocess.Popen[by
         finally:
             _end(job)
         output.seek(0)
-        said = _said(output.read().decode(errors="replace"))
-    return Trial(tuple(dict.fromkeys(said)), num_steps, code)
+        lines = [_RANK.sub("", line) for line in output.read().decode(errors="replace").splitlines()]
+    return Trial(tuple(dict.fromkeys(filter(_SAID.search, lines))), num_steps, code)
 
 
 def _end(job: "subprocess.Popen[bytes]") -> None:
@@ -162,13 +160,6 @@ def _steps_of(file: FileEvents) -> int:
     kinds = file.table["kind"]
     prepared = (kinds == EventKind.PHASE) & (file.table["index"] == 2)  # noqa: PLR2004 - PREPARE
     return max(int(prepared.sum()), int((kinds == EventKind.BACKWARD).sum()))
-
-
-def _said(text: str) -> Iterator[str]:
-    for line in text.splitlines():
-        words = _RANK.sub("", line)
-        if _SAID.search(words):
-            yield words
 
 
 COMMAND = command(check)

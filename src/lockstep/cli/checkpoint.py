@@ -85,9 +85,13 @@ def verify(path: _Path, as_json: JSON = False) -> None:
         except CheckpointError as error:  # the other files are still checked
             unknown.append(error)
     if as_json and found:
-        typer.echo(json.dumps({"checkpoints": [_as_entry(result) for result in found]}, indent=2))
+        entries = [{**asdict(each), "path": str(each.path), "is_whole": each.is_intact} for each in found]
+        typer.echo(json.dumps({"checkpoints": entries}, indent=2))
     else:
-        _list(found)
+        for result in found:
+            typer.echo(str(result))
+            for name in result.damaged:
+                typer.echo(f"  damaged: {_printable(name)}")
     if unknown:
         raise unknown[0]
     if not all(result.is_intact for result in found):
@@ -113,17 +117,6 @@ def _as_document(contents: CheckpointContents) -> dict[str, Any]:
     values |= {key: list(values[key] or ()) for key in _STATES}
     groups = [asdict(group) for group in contents.groups]
     return {"path": str(contents.path), "num_bytes": contents.num_bytes, **values, "groups": groups}
-
-
-def _as_entry(result: VerificationResult) -> dict[str, Any]:
-    return {**asdict(result), "path": str(result.path), "is_whole": result.is_intact}
-
-
-def _list(found: Sequence[VerificationResult]) -> None:
-    for result in found:
-        typer.echo(str(result))
-        for name in result.damaged:
-            typer.echo(f"  damaged: {_printable(name)}")
 
 
 def _show(contents: CheckpointContents) -> None:

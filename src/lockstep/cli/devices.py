@@ -52,7 +52,7 @@ def devices(
     inventory = take_inventory()
     answers = [(request, _try(request, inventory)) for request in requests or _DEFAULT_REQUESTS]
     if as_json:
-        typer.echo(json.dumps(_as_document(inventory, answers), indent=2, default=_as_text))
+        typer.echo(json.dumps(_as_document(inventory, answers), indent=2, default=_in_words))
     else:
         _show(inventory, answers)
 
@@ -95,10 +95,8 @@ def _as_document(inventory: Inventory, answers: Iterable[tuple[str, Placement | 
     return {**asdict(inventory), "requests": tried}
 
 
-def _as_text(value: object) -> str:
-    if isinstance(value, datetime):
-        return value.isoformat(timespec="seconds")
-    raise TypeError(f"{value!r} cannot be written as JSON.")
+def _in_words(moment: datetime) -> str:
+    return moment.isoformat(timespec="seconds")
 
 
 def _show(inventory: Inventory, answers: Iterable[tuple[str, Placement | DeviceError]]) -> None:
@@ -217,14 +215,21 @@ def _check_worker(run: Run) -> list[BackendLinks]:
     """Check the links of this worker with each backend, up to the first that is wrong (collective)."""
     found: list[BackendLinks] = []
     if run.device.type != "cpu":
-        name = dist.Backend.default_device_backend_map[run.device.type]
-        warning = _warn_of_nccl(run.world_size) if name == "nccl" else ""
+        name, warning = dist.Backend.default_device_backend_map[run.device.type], ""
+        if name == "nccl":
+            major, minor, patch, *_ = torch.cuda.nccl.version()
+            warning = explain_defects((major, minor, patch), world_size=run.world_size, is_one_host=True)
         found.append(_check_links(name, run.device, warning))
     # If a call has not ended, the worker is not usable any more.
     if _are_right(found):
         found.append(_check_links("shm", torch.device("cpu")))
     if _are_right(found):
-        _make_gloo_group(run)
+        group = current_world().group
+        assert group is not None
+        store = group_store(group)
+        assert store is not None
+        destroy_process_group()
+        init_process_group("gloo", store=store, rank=run.rank, world_size=run.world_size)
         found.append(_check_links("gloo", torch.device("cpu")))
     return found
 
@@ -232,20 +237,6 @@ def _check_worker(run: Run) -> list[BackendLinks]:
 def _check_links(backend: str, device: torch.device, warning: str = "") -> BackendLinks:
     reports = check_links(current_world(), device)
     return BackendLinks(backend=backend, device=device.type, reports=reports, warning=warning)
-
-
-def _make_gloo_group(run: Run) -> None:
-    group = current_world().group
-    assert group is not None
-    store = group_store(group)
-    assert store is not None
-    destroy_process_group()
-    init_process_group("gloo", store=store, rank=run.rank, world_size=run.world_size)
-
-
-def _warn_of_nccl(world_size: int) -> str:
-    major, minor, patch, *_ = torch.cuda.nccl.version()
-    return explain_defects((major, minor, patch), world_size=world_size, is_one_host=True)
 
 
 COMMAND = command(devices)

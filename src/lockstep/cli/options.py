@@ -61,18 +61,15 @@ def give_value(args: Sequence[str]) -> list[str]:
     for number, argument in enumerate(given):
         found.append(argument)
         follower = given[number + 1] if number + 1 < len(given) else None
-        if argument == _RESUME and not (follower is not None and _may_be_path(follower) and _has_config(given, number)):
+        # An argument other than the one after `--resume` must be left for CONFIG.
+        has_config = any(index != number + 1 for index in _positional_indices(given))
+        if argument == _RESUME and not (follower is not None and _may_be_path(follower) and has_config):
             found.append(NEWEST)
     return [*found, *args[len(given) :]]
 
 
 def _may_be_path(argument: str) -> bool:
     return not (argument.startswith("-") or _OVERRIDE.match(argument) or _CONFIG.fullmatch(argument))
-
-
-def _has_config(args: Sequence[str], number: int) -> bool:
-    """Return whether an argument other than the one after `--resume` can be CONFIG."""
-    return any(index != number + 1 for index in _positional_indices(args))
 
 
 def _positional_indices(args: Sequence[str]) -> Iterator[int]:

@@ -97,9 +97,12 @@ def train(
             raise UsageError("--allow applies only to a resumed run. Add --resume, or leave out --allow. (LS813)")
         check_names(allow or [], Config.model_fields)
         check_trackers(config.trackers)
-        dry = held.enter_context(_dry_run_directory()) if dry_run or config.dry_run else None
-        if dry is not None:
-            changed = {"dry_run": True, "run_dir": str(dry / "run"), "resume": None, "trackers": []}
+        is_dry = dry_run or config.dry_run
+        if is_dry:
+            folder = held.enter_context(
+                tempfile.TemporaryDirectory(prefix="lockstep-dry-run-", ignore_cleanup_errors=True)
+            )
+            changed = {"dry_run": True, "run_dir": f"{folder}/run", "resume": None, "trackers": []}
             config = config.model_copy(update=changed)
         wanted = OpenRequest(
             config=config,
@@ -122,14 +125,8 @@ def train(
             handle_stop_signals(stop)
             ended = _train_joined(wanted, stop, launcher)
         _show_ending(ended, arguments)
-        if dry is not None and ended.is_shown_here:
+        if is_dry and ended.is_shown_here:
             typer.echo("dry run complete: steps, evaluation and save work; nothing was kept")
-
-
-@contextmanager
-def _dry_run_directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="lockstep-dry-run-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +157,9 @@ def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[
             modules=["lockstep.cli.train", "lockstep.runs.fit"],
         )
         job = _open(wanted, held)
-        _show_placement(placement, config)
+        typer.echo(f"devices: {placement.reason}")
+        if placement.hint and config.balance != "speed":
+            typer.echo(f"hint: {placement.hint}")
         typer.echo(f"starting {counted(len(placement.devices), 'worker')}, which import torch first ...")
         if config.on_worker_loss is None and not config.continues_on(_types(placement)):
             _warn_of_no_effect(config, "on GPUs, where a lost worker ends the run unless on_worker_loss is continue")
@@ -183,8 +182,12 @@ def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[
             needs_every_result=False,
             recording=job.run_dir / RECORDING_NAME,
         )
-        with _cleaning_up(job.run_dir, stop, with_report=config.report), _resumption_named(arguments, job.run_dir):
-            result, *_ = call_on_workers(train_worker, (job,), {}, settings)
+        with _cleaning_up(job.run_dir, stop, with_report=config.report):
+            try:
+                result, *_ = call_on_workers(train_worker, (job,), {}, settings)
+            except WorkerFailedError as error:
+                _name_resumption(error, arguments, job.run_dir)
+                raise
     return EndedRun(job.run_dir, result, is_shown_here=True)
 
 
@@ -232,21 +235,16 @@ def _start_again(job: Job, placement: Placement) -> StartAgain | None:
     )
 
 
-@contextmanager
-def _resumption_named(arguments: Sequence[str], run_dir: Path) -> Iterator[None]:
+def _name_resumption(error: WorkerFailedError, arguments: Sequence[str], run_dir: Path) -> None:
     """Say how to go on after workers were lost that raised no error: then nothing is to be mended first."""
-    try:
-        yield
-    except WorkerFailedError as error:
-        if any(failure.error is not None or failure.traceback for failure in error.failures):
-            raise
-        if find_checkpoints(run_dir):
-            again = shlex.join(["lockstep", "train", *arguments, "--resume", str(run_dir)])
-            error.add_note(f"Resume from the newest checkpoint with: {again}")
-        else:
-            again = shlex.join(["lockstep", "train", *arguments])
-            error.add_note(f"No checkpoint was saved yet. Start again with: {again}")
-        raise
+    if any(failure.error is not None or failure.traceback for failure in error.failures):
+        return
+    if find_checkpoints(run_dir):
+        again = shlex.join(["lockstep", "train", *arguments, "--resume", str(run_dir)])
+        error.add_note(f"Resume from the newest checkpoint with: {again}")
+    else:
+        again = shlex.join(["lockstep", "train", *arguments])
+        error.add_note(f"No checkpoint was saved yet. Start again with: {again}")
 
 
 def _train_joined(wanted: OpenRequest, stop: StopRequest, launcher: "WorldVariables") -> EndedRun:
@@ -359,12 +357,6 @@ def _show_origin(opened: OpenedRun, resumed: str | None) -> None:
         typer.echo("  it was saved without a config, so changes of the config cannot be listed")
     for change in opened.changes:
         typer.echo(f"  {change}")
-
-
-def _show_placement(placement: Placement, config: Config) -> None:
-    typer.echo(f"devices: {placement.reason}")
-    if placement.hint and config.balance != "speed":
-        typer.echo(f"hint: {placement.hint}")
 
 
 def _make_progress(stack: ExitStack) -> Recorder:
