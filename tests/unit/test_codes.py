@@ -69,7 +69,6 @@ OTHERS_CODE = {
     ),
     "No mistake: how the training is set up": ("parallel/arguments.py: warn_of_ignored",),
     "Cannot be caused by a user": (
-        "cli/devices.py: _as_text",
         "reduce/plan.py: plan_buckets",
         "shards/assignment.py: split_evenly",
         "torch_private/groups.py: make_backend",
