@@ -206,8 +206,28 @@ def make_mistakes(run: ls.Run) -> Answer:
     theirs = stop.trainer.evaluate(stop.loader, MulticlassAccuracy(num_classes=2, average="micro"))
     ours = stop.trainer.evaluate(stop.loader, lambda model, batch: ls.accuracy(model(batch[0]), batch[1]))
     found["accuracy"] = float(theirs), ours["metric"].value
+    found["penalty"] = penalize()
     found |= disagree(stop, on_1=on_1)
     return found
+
+
+def penalize() -> str:
+    """Train with a loss that differentiates, and a model that keeps a number from the second step on."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def loss(model: nn.Module, batch: Any, place: ls.StepPlace) -> Tensor:
+        inputs = batch[0].clone().requires_grad_(True)
+        outputs = model(inputs)
+        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        if place.step > 0:
+            model.slope = slope.detach().norm()
+        return nn.functional.cross_entropy(outputs, batch[1]) + slope.pow(2).mean()
+
+    trainer = ls.Trainer(net, torch.optim.SGD(net.parameters(), lr=0.1), loss=loss, num_shards=2)
+    for batch in ls.ShardedLoader(images(), batch_size=8, num_shards=2).epoch(0):
+        trainer.step(batch)
+    return trainer.digest()
 
 
 def attempt(call: Callable[[], Any]) -> str:
@@ -296,6 +316,13 @@ def test_workers_on_different_batches_are_told(mistakes: list[Answer]) -> None:
 def test_a_model_that_changes_on_one_worker_is_named(mistakes: list[Answer]) -> None:
     assert "ReductionError" in mistakes[0]["frozen"]
     assert "0.bias is no longer trained" in mistakes[1]["frozen"]
+
+
+def test_a_loss_that_differentiates_is_no_backward_inside_a_backward(mistakes: list[Answer]) -> None:
+    # Rank 0 computed its only shard again, to see whether what the model keeps matters, before it looked whether the
+    # backward of that shard had run another one: LS522 in step 2, where a loss calls `torch.autograd.grad`.
+    (alone,) = call_on_ranks(1, lambda _run: penalize())
+    assert [answer["penalty"] for answer in mistakes] == [alone] * 2
 
 
 def test_training_goes_on_after_errors(mistakes: list[Answer]) -> None:

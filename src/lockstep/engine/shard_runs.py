@@ -158,7 +158,7 @@ class ShardRuns:
                 # certain is looked for on all, for a forward may do otherwise on some data, or some rank.
                 can_repeat = part.shard == 0 and self.state.num_shards > 1 and versions == _versions_of(part.data)
                 other = next((each for each in batch.slices if each.shard != part.shard), part)
-                # Until the end of a shard its gradients wait, and the number of its backward is looked at.
+                # The gradients of the last shard wait in `.grad` still.
                 compute = partial(self._compute_again, batch, has_gradients=self._watch.is_first and not is_last)
                 self._watch.judge(loss, partial(compute, part), partial(compute, other), can_repeat=can_repeat)
             self._recorder.end(event)
@@ -203,6 +203,7 @@ class ShardRuns:
                 run_backward(root, gradient)
             else:  # a subclass may have a backward of its own
                 root.backward(gradient)
+        self.gradients.end_backward()
         return loss.detach()
 
     def _compute_again(self, batch: ShardedBatch, part: Slice, *, has_gradients: bool) -> list[Tensor]:

@@ -138,6 +138,10 @@ class ShardReducer:
             self._reducer.watch.synchronize_once()
         self._reducer.mark(loss)
 
+    def end_backward(self) -> None:
+        """Look whether the backward of the marked loss has run another one, before anything else runs one (local)."""
+        self._in_place.look_for_inner_tasks()
+
     def end(self, task: ShardTask) -> None:
         """End a task, whether or not it had a backward; after the last one gradients are whole (then collective)."""
         if self._reducer is None or task != self._last:
@@ -299,7 +303,6 @@ class InPlaceAccumulation:
 
     def take(self) -> tuple[Gradients, int]:
         """Return the gradients of a shard whose backward is over, and to how many partials they were added."""
-        self._look_for_inner_tasks()
         target, rest = self._target, self._rest
         self._target, self._rest = None, {}
         if target is None:
@@ -315,9 +318,8 @@ class InPlaceAccumulation:
 
     def end_in_buckets(self) -> None:
         self._target, self._rest = None, {}
-        self._look_for_inner_tasks()
 
-    def _look_for_inner_tasks(self) -> None:
+    def look_for_inner_tasks(self) -> None:
         task, self._task = self._task, NO_GRAPH_TASK
         if task != NO_GRAPH_TASK and not self.has_nested_backward and self._task_counter.next_task() != task + 1:
             self.has_nested_backward = True
