@@ -56,8 +56,9 @@ def pages_of_messages() -> dict[str, str]:
     for suffix, title in TITLES.items():
         files = sorted((MESSAGES / "zh" if suffix == CHINESE else MESSAGES).glob("LS???.md"))
         texts = {f"{path.stem}{suffix}": path.read_text(encoding="utf-8") for path in files}
-        rows = [text.partition("\n")[0].removeprefix("# ").split(": ", 1) for text in texts.values()]
-        table = "\n".join(f"| [{code}](messages/{code}{suffix}) | {mistake} |" for code, mistake in rows)
+        titles = re.compile(r"^##? (LS\d{3}): (.*)$", re.MULTILINE)  # neighbours share a page
+        rows = sorted((code, name, mistake) for name, text in texts.items() for code, mistake in titles.findall(text))
+        table = "\n".join(f"| [{code}](messages/{name}) | {mistake} |" for code, name, mistake in rows)
         heading = title.partition("\n")[0].removeprefix("# ")
         pages[f"messages{suffix}"] = f"{title}\n\n{HEADS[suffix]}\n| --- | --- |\n{table}\n"
         for name, text in texts.items():

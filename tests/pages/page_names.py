@@ -1,6 +1,7 @@
 """The names that the lines of the explanations take for granted: a model, data, a trainer."""
 
 import contextlib
+import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep as ls
+from lockstep.explanations import ENGLISH, page_of
+
+
+def section_of(code: str, language: str = ENGLISH) -> str:
+    """Return what is said of a code: a page, or a section of one that it shares with others."""
+    page = page_of(code, language)
+    section = re.search(rf"^## {code}: .*?(?=^## LS|^\S+ ?docs/|\Z)", page, re.DOTALL | re.MULTILINE)
+    return page if section is None else section[0].rstrip() + "\n"
 
 
 class Net(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import typer
-from tests.pages.page_names import make_names
+from tests.pages.page_names import make_names, section_of
 
 import lockstep as ls
 from lockstep.cli.main import _COMMANDS as COMMANDS
@@ -32,31 +32,31 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("code", [code for code in all_codes() if is_translated(code)])
 def test_both_pages_have_the_same_parts(code: str) -> None:
-    english, chinese = page_of(code), page_of(code, CHINESE)
+    english, chinese = section_of(code), section_of(code, CHINESE)
     parts = {"Wrong": "错误写法", "Right": "正确写法", "Other causes": "其他原因"}
-    headings = re.findall(r"^## (.*)$", english, re.MULTILINE)
+    headings = re.findall(r"^###? (?!LS)(.*)$", english, re.MULTILINE)
     assert set(headings) <= set(parts)
-    assert re.findall(r"^## (.*)$", chinese, re.MULTILINE) == [parts[heading] for heading in headings]
+    assert re.findall(r"^###? (?!LS)(.*)$", chinese, re.MULTILINE) == [parts[heading] for heading in headings]
     assert blocks(english) == blocks(chinese)
+    assert page_of(code).partition(": ")[0] == page_of(code, CHINESE).partition(": ")[0]
     for language in (ENGLISH, CHINESE):
-        page = page_of(code, language)
-        assert page.startswith(f"# {code}: ")
-        assert len(page.splitlines()) <= 45
-        assert len(re.findall(r"^- ", page, re.MULTILINE)) == len(re.findall(r"^- ", english, re.MULTILINE))
-        for document in re.findall(r"docs/[\w./-]+\.md", page):
+        section = section_of(code, language)
+        assert title_of(code, language)
+        assert len(section.splitlines()) <= 45
+        assert len(re.findall(r"^- ", section, re.MULTILINE)) == len(re.findall(r"^- ", english, re.MULTILINE))
+        for document in re.findall(r"docs/[\w./-]+\.md", page_of(code, language)):
             assert (ROOT / document).exists(), document
 
 
 @pytest.mark.parametrize("code", all_codes())
-def test_the_message_on_a_page_is_one_of_the_code(code: str) -> None:
-    language, message = blocks(page_of(code))[0]
-    assert language == "text"
-    assert codes_in(message)[-1] == code
+def test_a_page_begins_with_a_message_and_each_message_is_one_of_the_code(code: str) -> None:
+    assert blocks(page_of(code))[0][0] == "text"
+    assert {codes_in(message)[-1] for language, message in blocks(section_of(code)) if language == "text"} <= {code}
 
 
 @pytest.mark.parametrize("code", all_codes())
 def test_the_lines_on_a_page_can_be_used(code: str) -> None:
-    for language, text in blocks(page_of(code)):
+    for language, text in blocks(section_of(code)):
         if language == "python":
             assert not [name for name in names_of_lockstep(ast.parse(text)) if not hasattr(ls, name)]
         elif language == "sh":
@@ -83,7 +83,7 @@ def options_of(name: str, subcommand: str) -> set[str]:
 
 def config_blocks(heading: str) -> list[tuple[str, str]]:
     block = re.compile(rf"## {heading}\n\n```yaml\n(.*?)```", re.DOTALL)
-    return [(code, text) for code in all_codes() for text in block.findall(page_of(code))]
+    return [(code, text) for code in all_codes() for text in block.findall(section_of(code))]
 
 
 @pytest.mark.parametrize(("code", "text"), config_blocks("Right"))
@@ -174,7 +174,7 @@ def test_the_wrong_lines_get_the_message_and_the_mended_ones_do_not(
     code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    wrong, right = (text for language, text in blocks(page_of(code)) if language == "python")
+    wrong, right = (text for language, text in blocks(section_of(code)) if language == "python")
     before, after = PREPARED.get(code) or ("", RUN_ALONE[code])
     with pytest.raises(Exception, match=rf"\({code}\)"):
         exec(f"{before}{wrong}{after}", make_names())

@@ -12,11 +12,11 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from tests.pages.page_names import make_names
+from tests.pages.page_names import make_names, section_of
 from tests.process.ranks import RankPool, join_default_group
 
 import lockstep as ls
-from lockstep.explanations import codes_in, page_of
+from lockstep.explanations import codes_in
 
 LAUNCHED = "ls.destroy_process_group()\n"
 WRAPPED = "model = ls.DistributedDataParallel(model)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
@@ -197,7 +197,7 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("code", AROUND)
 def test_the_wrong_lines_get_the_message_and_the_mended_ones_do_not(code: str, pool: RankPool, tmp_path: Path) -> None:
-    wrong, right = re.findall(r"^```python\n(.*?)^```", page_of(code), re.DOTALL | re.MULTILINE)
+    wrong, right = re.findall(r"^```python\n(.*?)^```", section_of(code), re.DOTALL | re.MULTILINE)
     before, after = AROUND[code]
     lines = arranged(before, right, after), arranged(before, wrong, after)
     found = pool.run(codes_of_both, *lines, str(tmp_path), free_port())

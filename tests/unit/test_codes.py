@@ -247,6 +247,13 @@ def test_explain_shows_several_pages_in_chinese() -> None:
     assert explained("LS201", "LS202", "--zh").output == f"{page_of('LS201', CHINESE)}\n{page_of('LS202', CHINESE)}"
 
 
+def test_codes_that_share_a_page_show_it_once() -> None:
+    assert page_of("LS905") == page_of("LS809")
+    assert explained("LS905", "LS809").output == page_of("LS809")
+    assert "## LS905: " in page_of("LS905")
+    assert explained().output.splitlines()[-1].startswith("LS908  A worker has no GPU")
+
+
 def test_explain_speaks_the_language_of_the_locale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LC_ALL", "zh_CN.UTF-8")
     assert explained("LS201").output == page_of("LS201", CHINESE)

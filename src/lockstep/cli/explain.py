@@ -28,7 +28,8 @@ def explain(
     if not codes:
         typer.echo("\n".join(f"{code}  {title_of(code, language)}" for code in all_codes()))
         return
-    typer.echo("\n".join(page_of(_find(text), language) for text in codes), nl=False)
+    pages = dict.fromkeys(page_of(_find(text), language) for text in codes)  # codes may share one
+    typer.echo("\n".join(pages), nl=False)
 
 
 def _find(text: str) -> str:
