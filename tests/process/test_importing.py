@@ -35,9 +35,7 @@ WITHOUT_TORCH = {
     "checkpoint.interop": "folders names",
     "cli": "check doctor evaluate explain failures init main options predict report run runs scale train",
     "devices": "choose inventory look nvml request",
-    "doctor": (
-        "activity chrome_trace diagnosis examination finding report scripts slow slow_causes stacks stall_watch system"
-    ),
+    "doctor": ("activity diagnosis examination finding report scripts slow slow_causes stacks stall_watch system"),
     "doctor.scripts": "rules source",
     "launch": (
         "continuation control environment exits guardian "

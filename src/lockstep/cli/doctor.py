@@ -14,10 +14,9 @@ from lockstep.cli.failures import FAILURE_EXIT
 from lockstep.cli.main import command, table_console
 from lockstep.devices.inventory import look_up_holder
 from lockstep.devices.nvml import NoGpusError, read_gpus
-from lockstep.doctor.chrome_trace import chrome_trace
 from lockstep.doctor.examination import examine, last_job
 from lockstep.doctor.finding import find_recording
-from lockstep.doctor.report import print_examination, print_slow, slow_to_json, to_json
+from lockstep.doctor.report import chrome_trace, print_examination, print_slow, slow_to_json, to_json
 from lockstep.doctor.slow import SlowReport, find_slow, recorded_usage, sample_workers
 from lockstep.errors import UsageError
 from lockstep.recording.reading import read_recording

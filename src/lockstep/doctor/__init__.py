@@ -8,7 +8,7 @@
     slow         which part bounds the steps, and which worker is behind
     slow_causes  why, from what the system says that a worker uses
     stall_watch  logs by itself why a job stands still
-    report       verdict first, then a row per worker; as text or JSON
+    report       verdict first, then a row per worker; as text or JSON; the timeline
 
 Nothing here changes the job. A stack is requested with a signal that the worker has asked for, and only from a process
 that still has its handler.

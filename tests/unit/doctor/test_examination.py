@@ -13,10 +13,9 @@ import pytest
 from rich.console import Console
 
 from lockstep.doctor import finding
-from lockstep.doctor.chrome_trace import chrome_trace
 from lockstep.doctor.examination import examine
 from lockstep.doctor.finding import find_recording
-from lockstep.doctor.report import print_examination, to_json
+from lockstep.doctor.report import chrome_trace, print_examination, to_json
 from lockstep.errors import UsageError
 from lockstep.recording.reading import read_recording
 
