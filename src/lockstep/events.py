@@ -1,7 +1,7 @@
 """Events of a run, and the recorders that receive them.
 
 A progress bar or a metrics file is a recorder, passed in from outside. Code in which something happens calls
-`recorder.record(event)`. The default is `NULL_RECORDER`, which does nothing.
+`recorder.record(event)`.
 
 In events, epochs and steps are counted from 0: `epoch` and `step` are those that the event is of, and a step is one
 within its epoch. `global_step` is the number of updates since the run began, that of a finished step included. A
@@ -167,12 +167,6 @@ class Recorder(Protocol):
 
 
 @final
-class NullRecorder:
-    def record(self, event: Event) -> None:
-        """Do nothing with the event."""
-
-
-@final
 class Recorders:
     """Several recorders, as one."""
 
@@ -182,6 +176,3 @@ class Recorders:
     def record(self, event: Event) -> None:
         for each in self._recorders:
             each.record(event)
-
-
-NULL_RECORDER: Recorder = NullRecorder()

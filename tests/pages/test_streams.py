@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.events import NULL_RECORDER
+from lockstep.events import Recorders
 from lockstep.runs.config import read_config
 from lockstep.runs.fit import fit
 from lockstep.runs.listing import FitResult
@@ -90,7 +90,7 @@ def test_the_config_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         read_config(tmp_path / "mine.yaml"),
         device=torch.device("cpu"),
         run_dir=tmp_path / "run",
-        recorder=NULL_RECORDER,
+        recorder=Recorders([]),
     )
     sys.modules.pop("mine")
     assert isinstance(result, FitResult)

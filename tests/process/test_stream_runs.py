@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import lockstep as ls
 from lockstep.cli.main import app
-from lockstep.events import NULL_RECORDER
+from lockstep.events import Recorders
 from lockstep.runs.config import read_config
 from lockstep.runs.fit import fit
 from lockstep.runs.listing import FitResult
@@ -118,7 +118,7 @@ def digest_of_one_worker(kind: str) -> str:
     sys.path.insert(0, str(Path.cwd()))
     try:
         config = read_config(Path("streamed.yaml")).model_copy(update={"data_args": {"kind": kind}})
-        ended = fit(config, device=torch.device("cpu"), run_dir=folder, recorder=NULL_RECORDER)
+        ended = fit(config, device=torch.device("cpu"), run_dir=folder, recorder=Recorders([]))
     finally:
         torch.set_num_threads(threads)
         sys.modules.pop("streamed", None)

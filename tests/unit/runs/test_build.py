@@ -12,7 +12,7 @@ from lockstep.checkpoint.manifest import Checkpoint
 from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.data import Stream
 from lockstep.errors import CheckpointError, ConfigError, DataFileError
-from lockstep.events import NULL_RECORDER
+from lockstep.events import Recorders
 from lockstep.report import MetricsFile
 from lockstep.report.metrics_file import read_metrics
 from lockstep.runs.build import RunParts, build_parts, build_scheduler
@@ -234,7 +234,7 @@ def test_a_skipped_step_is_no_part_of_the_epochs_mean(tmp_path: Path) -> None:
 
 def test_extra_state_of_a_model_is_kept(tmp_path: Path) -> None:
     config = parse_config(VALUES | {"model": "own_things:Extra"}, "config")
-    with RunSaver(config, tmp_path, NULL_RECORDER) as saver:
+    with RunSaver(config, tmp_path, Recorders([])) as saver:
         saver.save(build(model="own_things:Extra").trainer, None, {})
     parts = build(model="own_things:Extra")
     restore_run(parts, load_checkpoint(find_checkpoints(tmp_path)[0]), config)
@@ -252,7 +252,7 @@ def saved(tmp_path: Path) -> Checkpoint:
     parts = build()
     for batch in parts.train.epoch(0):
         parts.trainer.step(batch)
-    with RunSaver(parse_config(VALUES, "config"), tmp_path, NULL_RECORDER) as saver:
+    with RunSaver(parse_config(VALUES, "config"), tmp_path, Recorders([])) as saver:
         saver.save(parts.trainer, None, {})
     return load_checkpoint(find_checkpoints(tmp_path)[0])
 
@@ -277,7 +277,7 @@ def test_old_checkpoints_and_leftovers_of_killed_saves_are_removed(tmp_path: Pat
     (tmp_path / f".step-00000001.ckpt.{'a' * 32}.tmp").touch()
     parts = build()
     config = parse_config(VALUES | {"keep": 2}, "config")
-    with RunSaver(config, tmp_path, NULL_RECORDER) as saver:
+    with RunSaver(config, tmp_path, Recorders([])) as saver:
         for epoch in range(4):
             for batch in parts.train.epoch(epoch):
                 parts.trainer.step(batch)
@@ -291,7 +291,7 @@ def test_old_checkpoints_and_leftovers_of_killed_saves_are_removed(tmp_path: Pat
 def test_the_best_checkpoint_is_kept_and_pointed_to(tmp_path: Path) -> None:
     parts = build()
     config = parse_config(VALUES | {"keep": 1, "keep_best": "-loss"}, "config")
-    with RunSaver(config, tmp_path, NULL_RECORDER) as saver:
+    with RunSaver(config, tmp_path, Recorders([])) as saver:
         for epoch, loss in enumerate((0.5, 0.25, math.nan, 0.25)):
             for batch in parts.train.epoch(epoch):
                 parts.trainer.step(batch)
@@ -304,7 +304,7 @@ def test_the_best_checkpoint_is_kept_and_pointed_to(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_does_not_replace_an_intact_one(tmp_path: Path) -> None:
     parts = build()
     config = parse_config(VALUES | {"keep": 2, "async_save": False}, "config")
-    with RunSaver(config, tmp_path, NULL_RECORDER) as saver:
+    with RunSaver(config, tmp_path, Recorders([])) as saver:
         for epoch in range(3):
             for batch in parts.train.epoch(epoch):
                 parts.trainer.step(batch)

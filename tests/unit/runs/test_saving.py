@@ -9,7 +9,7 @@ from torch import nn
 from lockstep.checkpoint.file import load_checkpoint
 from lockstep.comm import World
 from lockstep.engine.trainer import Trainer
-from lockstep.events import NULL_RECORDER
+from lockstep.events import Recorders
 from lockstep.runs.config import parse_config
 from lockstep.runs.saving import RunSaver
 
@@ -31,7 +31,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 def save_as(rank: int, trainer: Trainer, folder: Path) -> tuple[RunSaver, str]:
     """Let a worker of this rank save; return its saver, and the digest of what was saved. Then the state changes."""
-    saver = RunSaver(parse_config({"model": "a:b", "data": "a:c"}, "config"), folder, NULL_RECORDER)
+    saver = RunSaver(parse_config({"model": "a:b", "data": "a:c"}, "config"), folder, Recorders([]))
     trainer.engine.world = world(rank)
     saver.save(trainer, None, {"loss": 0.5})
     digest = trainer.digest()
@@ -72,6 +72,6 @@ def test_what_the_lost_one_has_written_is_kept(trainer: Trainer, tmp_path: Path)
 
 
 def test_a_worker_without_a_save_before_it_takes_over_nothing(trainer: Trainer, tmp_path: Path) -> None:
-    saver = RunSaver(parse_config({"model": "a:b", "data": "a:c"}, "config"), tmp_path, NULL_RECORDER)
+    saver = RunSaver(parse_config({"model": "a:b", "data": "a:c"}, "config"), tmp_path, Recorders([]))
     saver.take_over(trainer, None, world(0))
     assert list(tmp_path.iterdir()) == []
