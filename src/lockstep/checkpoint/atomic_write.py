@@ -33,7 +33,7 @@ def atomic_write(path: Path) -> Iterator[int]:
     """
     if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "it exists and is not a regular file", str(path))
-    _remove_stale_temp_files(path.parent, re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.tmp"))
+    remove_stale_temp_files(path.parent, re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.tmp"))
     temp, descriptor = _create_locked_temp(path)
     try:
         yield descriptor
@@ -85,14 +85,8 @@ def is_temp_name(name: str) -> bool:
     return _TEMP_NAME.fullmatch(name) is not None
 
 
-def remove_stale_temp_files(directory: Path) -> None:
+def remove_stale_temp_files(directory: Path, name: re.Pattern[str] = _TEMP_NAME) -> None:
     """Remove the temporary files of killed writers from a directory. [Note: stale temporary files]."""
-    for path in directory.iterdir():
-        if is_temp_name(path.name):
-            _remove_if_stale(path)
-
-
-def _remove_stale_temp_files(directory: Path, name: re.Pattern[str]) -> None:
     found: list[Path] = []
     with suppress(OSError):  # a directory in which files can be made, but that cannot be read
         found = [path for path in directory.iterdir() if name.fullmatch(path.name)]

@@ -54,14 +54,6 @@ _LEAST: Final = 0.1
 """A process that uses less of a core is no neighbour."""
 _MOST_NAMES: Final = 3
 _TICK_NS: Final = 1_000_000_000 // _TICKS_PER_SECOND
-GROWING: Final = (
-    *("cpu_ns", "core_wait_ns", "throttled_ns", "switches", "forced_switches", "major_faults", "read_bytes"),
-    "disk_wait_ns",
-)
-"""Time on cores; time in which it could have run and another one had the core; time in which its control group might
-not run; switches that it wanted (waits), and that it did not; pages read from disk; bytes read; waits for the disk."""
-PRESENT: Final = ("memory_bytes", "swapped_bytes", "is_stopped", "is_in_disk_sleep", "num_running", "num_cores")
-"""In memory; in the swap space; whether it is stopped, or in disk sleep; threads that run or wait for a core; cores."""
 _LONGEST_PAUSE: Final = 10.0
 
 
@@ -259,10 +251,13 @@ class UsageEvents:
 
 
 def read_usage(pid: int) -> dict[str, int]:
-    """Return what a process has used and does now, by the names of `GROWING` and `PRESENT`; empty if it has ended.
+    """Return what a process has used and does now, as far as the system tells; empty if it has ended (local).
 
-    Of the former, which only grow, the difference of two says why a worker is slow. What the system does not tell is
-    left out (local).
+    What grows, so that the difference of two looks says why a worker is slow: time on cores (`cpu_ns`), time in which
+    it could have run and another one had the core (`core_wait_ns`), in which its control group might not run
+    (`throttled_ns`), and of waiting for the disk (`disk_wait_ns`); pages and bytes read from disk; switches that it
+    wanted, and that it did not (`forced_switches`). Of now: bytes in memory and in the swap space, whether it is
+    stopped or in disk sleep, threads that run or wait for a core (`num_running`), and cores.
     """
     facts = look_at(pid)
     if facts is None:

@@ -80,6 +80,7 @@ class DropIn:
         self._were_torchs: frozenset[_Binding] = frozenset()
 
     def apply(self) -> None:
+        """Replace torch's classes here and in the processes that this one starts, as the import does (local)."""
         with self._lock:
             if self.is_active:
                 return
@@ -97,6 +98,10 @@ class DropIn:
             warnings.warn(_describe_kept(existing, kept), stacklevel=stacklevel_of_user())
 
     def undo(self) -> None:
+        """Restore torch's classes (local). Objects that were made meanwhile stay Lockstep's, and go on working.
+
+        Names that a module has imported from Lockstep stay Lockstep's.
+        """
         with self._lock:
             if not self.is_active:
                 return
@@ -230,19 +235,8 @@ def _imports_from_lockstep(module: ModuleType) -> bool:
 
 
 _DROP_IN = DropIn()
-
-
-def apply() -> None:
-    """Replace torch's classes in this process and in those that it starts, as importing this module does (local)."""
-    _DROP_IN.apply()
-
-
-def undo() -> None:
-    """Restore torch's classes (local). Objects that were made meanwhile stay Lockstep's, and go on working.
-
-    Names that a module has imported from Lockstep stay Lockstep's.
-    """
-    _DROP_IN.undo()
+apply = _DROP_IN.apply
+undo = _DROP_IN.undo
 
 
 def is_active() -> bool:

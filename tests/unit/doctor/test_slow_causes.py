@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.doctor.slow import recorded_usage
 from lockstep.doctor.slow_causes import UsageSample, cores_used_together, explain_slowness
-from lockstep.doctor.system import GROWING, PRESENT, UsageEvents, read_usage
+from lockstep.doctor.system import UsageEvents, read_usage
 from lockstep.recording import LAUNCHER, WorkerRecorder, open_recorder
 from lockstep.recording.reading import read_file
 
@@ -99,5 +99,4 @@ def test_what_a_process_uses_is_recorded_by_the_launcher(tmp_path: Path) -> None
     assert len(samples) == 2
     assert samples[0].usage["memory_bytes"] > 2**20
     assert samples[1].usage["cpu_ns"] >= samples[0].usage["cpu_ns"]
-    assert samples[0].usage.keys() <= {*GROWING, *PRESENT}
     assert read_usage(os.getpid())["num_cores"] >= 1

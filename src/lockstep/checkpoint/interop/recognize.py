@@ -5,9 +5,9 @@ read to the CPU: `torch.save` stores each tensor's device, which may belong to a
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -53,43 +53,32 @@ class ForeignWeights:
     """What was left out, in words."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Content:
+class _Content(NamedTuple):
     value: Any
     form: str
-    notes: tuple[str, ...] = ()
 
 
 def read_weights(path: Path, key: str | None = None) -> ForeignWeights:
     """Read the weights at `path` to the CPU, in any known format; runs no code from them (local)."""
+    folder = None
     try:
         if (path / METADATA_NAME).is_file():
-            return _read_distributed(path, key)
-        content = _read_folder(path) if path.is_dir() else _read_file(path)
+            from lockstep.checkpoint.interop.distributed import DistributedCheckpoint  # deferred: it imports a lot
+
+            folder = DistributedCheckpoint(path)
+            content = _Content(folder.structure, "a folder of torch.distributed.checkpoint")
+        else:
+            content = _read_folder(path) if path.is_dir() else _read_file(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}. (LS720)") from error
     try:
         found = find_weights(content.value, str(path), key)
     except TypeError as error:  # a pickle can set attributes of a dictionary, such as `items`
         raise CheckpointError(f"{path} holds a dictionary with overwritten methods: {error}. (LS721)") from error
-    notes = _describe_others(found.others)
-    return _weights(found.state, content, found.path, found.prefix, notes)
-
-
-def _read_distributed(path: Path, key: str | None) -> ForeignWeights:
-    from lockstep.checkpoint.interop.distributed import DistributedCheckpoint  # deferred: it imports many modules
-
-    folder = DistributedCheckpoint(path)
-    found = find_weights(folder.structure, str(path), key)
-    state = folder.read(found.path, [f"{found.prefix}{name}" for name in found.state])
-    state = {name.removeprefix(found.prefix): value for name, value in state.items()}
-    content = _Content(value=None, form="a folder of torch.distributed.checkpoint")
-    return _weights(state, content, found.path, found.prefix, _describe_others(found.others))
-
-
-def _weights(
-    state: Mapping[str, Any], content: _Content, path: tuple[str, ...], prefix: str, notes: tuple[str, ...]
-) -> ForeignWeights:
+    state = found.state
+    if folder is not None:
+        values = folder.read(found.path, [f"{found.prefix}{name}" for name in state])
+        state = {name.removeprefix(found.prefix): value for name, value in values.items()}
     tensors, extra, rest = split_extra(state)
     unfilled = [name for name, tensor in tensors.items() if tensor.is_meta]
     if unfilled:
@@ -102,17 +91,19 @@ def _weights(
         raise CheckpointError(
             f"The weights contain {len(nested)} nested tensors, for example {nested[0]}, which have no shape. (LS724)"
         )
+    notes = [f"only names under {found.prefix!r}"] if found.prefix else []
+    if found.others:
+        notes.append(f"other weights in the file, left out: {', '.join(map(repr, found.others))}")
     if rest:
-        notes = (*notes, f"left out, because they are not tensors: {', '.join(rest)}")
-    if prefix:
-        notes = (f"only names under {prefix!r}", *notes)
-    wrapped = f" wrapped in {'.'.join(path)!r}" if path and not content.form.startswith("a Lightning") else ""
+        notes.append(f"left out, because they are not tensors: {', '.join(rest)}")
+    is_wrapped = found.path and not content.form.startswith("a Lightning")
+    wrapped = f" wrapped in {'.'.join(found.path)!r}" if is_wrapped else ""
     return ForeignWeights(
         tensors=tensors,
         extra=extra,
         versions=_versions(state),
         form=f"{content.form}{wrapped}",
-        notes=(*content.notes, *notes),
+        notes=tuple(notes),
     )
 
 
@@ -122,19 +113,15 @@ def _versions(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return {path: version for path, version in named if isinstance(path, str) and isinstance(version, Mapping)}
 
 
-def _describe_others(others: tuple[str, ...]) -> tuple[str, ...]:
-    return (f"other weights in the file, left out: {', '.join(map(repr, others))}",) if others else ()
-
-
 def _read_folder(path: Path) -> _Content:
     last = find_last_by_name(path)
     if last is not None:
         content = _read_file(last)
-        return replace(content, form=f"{content.form}, {last.name}, the newest in a run directory")
+        return content._replace(form=f"{content.form}, {last.name}, the newest in a run directory")
     name, weight_map = find_weight_files(path)
     if weight_map is None:
         content = _read_file(path / name)
-        return replace(content, form=f"{content.form}, {name} in a folder")
+        return content._replace(form=f"{content.form}, {name} in a folder")
     merged: dict[str, Any] = {}
     shards = sorted(set(weight_map.values()))
     for shard in shards:
@@ -164,18 +151,14 @@ def _read_file(path: Path) -> _Content:
     if not head:
         raise CheckpointError(f"{path} is empty. Copy or download it again. (LS720)")
     if head.startswith(b"PK"):
-        return _name_torch(read_archive(path))
+        value = read_archive(path)
+        is_lightning = isinstance(value, Mapping) and _LIGHTNING_KEY in value
+        return _Content(value, "a Lightning checkpoint" if is_lightning else "a state_dict")
     if head[8:9] == b"{":
         return _read_safetensors(path, int.from_bytes(head[:8], "little"), size)
     if head[:1] == b"\x80" and not head.startswith(LEGACY_MAGIC):
         raise refuse_pickle(path, "a plain pickle")
     raise CheckpointError(f"{_describe_unknown(path, head)} (LS720)")
-
-
-def _name_torch(value: Any) -> _Content:
-    if isinstance(value, Mapping) and _LIGHTNING_KEY in value:
-        return _Content(value=value, form="a Lightning checkpoint")
-    return _Content(value=value, form="a state_dict")
 
 
 def _read_safetensors(path: Path, header_size: int, size: int) -> _Content:
