@@ -38,7 +38,7 @@ WITHOUT_TORCH = {
     "doctor": ("activity diagnosis examination finding report scripts slow slow_causes stacks stall_watch system"),
     "doctor.scripts": "rules source",
     "launch": (
-        "continuation control environment exits guardian "
+        "continuation control environment exits functions guardian "
         "launcher membership messages output pickling rendezvous restarts scaling "
         "script_entry scripts sessions signals supervision template worker_pool"
     ),

@@ -19,7 +19,7 @@ from tests.process import warm
 import lockstep as ls
 from lockstep.devices import Device, Placement
 from lockstep.errors import DeviceError, GroupError, ReductionError, WorkerFailedError
-from lockstep.launch import exits, launcher, template, worker_pool
+from lockstep.launch import functions, launcher, supervision, template, worker_pool
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 CPU2 = "cpu:2"
@@ -261,7 +261,7 @@ class SlowToPickleError(Exception):
 
 def test_a_failure_has_the_time_at_which_it_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # It had the time at which its exception was pickled, and the quicker one was called the first.
-    monkeypatch.setattr(exits, "EARLIER_FAILURE_SECONDS", 20.0)
+    monkeypatch.setattr(supervision, "EARLIER_FAILURE_SECONDS", 20.0)
 
     def fail_one_after_the_other(run: ls.Run) -> None:
         if run.rank == 0:
@@ -470,7 +470,7 @@ def test_an_interrupt_while_a_worker_starts_leaves_none(
         monkeypatch.setattr(template.WorkerTemplate, "fork", fork)
     else:
         monkeypatch.setattr(subprocess, "Popen", InterruptedPopen)
-        monkeypatch.setattr(template if kind == "template" else worker_pool, "subprocess", subprocess)
+        monkeypatch.setattr(template if kind == "template" else functions, "subprocess", subprocess)
     with pytest.raises(KeyboardInterrupt):
         ls.launch(add_ranks, 0, devices=devices)
     assert len(started) == {"template": 1, "interpreter": 2, "fork": 1}[kind]  # with the guardian

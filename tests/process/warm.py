@@ -40,7 +40,7 @@ import pytest
 import torch
 from tests.process.ranks import SERVER
 
-from lockstep.launch import script_entry, sessions, template, worker_pool
+from lockstep.launch import functions, script_entry, scripts, template
 
 _FREE_DESCRIPTORS = 400
 """From here on a process of the server has no descriptor open."""
@@ -205,10 +205,10 @@ def _become(program: _Program, descriptors: Mapping[int, int]) -> NoReturn:
         buffering = 1 if "PYTHONUNBUFFERED" in program.environment else -1
         sys.stdout = sys.__stdout__ = _writer(1, buffering=buffering)  # type: ignore[misc]
         sys.stderr = sys.__stderr__ = _writer(2, buffering=1, errors="backslashreplace")  # type: ignore[misc]
-        for module in (template, worker_pool):
+        for module in (functions, template):
             vars(module)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _PopenHere})
         if program.forks_scripts:
-            vars(sessions)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _popen_of_run})
+            vars(scripts)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _popen_of_run})
             vars(script_entry)["os"] = SimpleNamespace(**vars(os) | {"execv": _go_on_as})
         code = _exit_code(_program(program.command))
     finally:
@@ -303,6 +303,6 @@ def warm_workers() -> Iterator[None]:
     """Let `ls.launch`, called in the tests of the file, start workers that need not import torch."""
     forkserver.ensure_running()  # now, with no signal blocked
     with pytest.MonkeyPatch.context() as patch:
-        for module in (template, worker_pool):
+        for module in (functions, template):
             patch.setattr(module, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Popen}))
         yield

@@ -33,7 +33,6 @@ OTHERS_CODE = {
         "engine/saving.py: raise_on_all_ranks",
         "launch/scaling.py: Scaling._resize",
         "launch/restarts.py: call_with_restarts",
-        "launch/supervision.py: Supervision._error",
         "parallel/comparison/check.py: warn_once",
     ),
     "Caught within Lockstep, which puts the text into a message with a code": (
@@ -54,6 +53,7 @@ OTHERS_CODE = {
         "data/slice_loading.py: _LoadingProcesses._lost",
         "devices/nvml.py: _explain",
         "launch/control.py: connect",
+        "launch/scripts.py: run_with_restarts.run, _raise_stopped",
         "processes/host.py: open_process",
         "recording/file_format.py: parse_header",
         "recording/writing.py: private_folder",

@@ -5,8 +5,8 @@ runs where is the file:
 
     process     functions (`launch`)     scripts (`lockstep run`)
     launcher    launcher.py,             scripts.py,
-                worker_pool.py           output.py
-                        sessions.py, signals.py, rendezvous.py
+                functions.py             output.py
+                 supervision.py, worker_pool.py, sessions.py
     worker      worker.py                script_entry.py, then the script
     guardian                     guardian.py
     is sent     messages.py, pickling.py environment.py

@@ -64,6 +64,8 @@ class WorkerReports:
     alive: dict[int, Answer] = field(default_factory=dict)
     """The last answer of each."""
     heard_at: dict[int, float] = field(default_factory=dict)
+    raised: list[tuple[int, list[str]]] = field(default_factory=list)
+    """Scripts whose main thread has raised, with the threads that keep them from ending."""
 
 
 @final
@@ -285,15 +287,19 @@ class Continuation:
             reports.lost_loading.append((worker, message))
         elif what == "over":
             reports.over.add(worker)
+        elif what == "raised":
+            reports.raised.append((worker, message["threads"]))
         elif what == "alive":
             reports.alive[worker] = Answer(message["number"], message["waits"], message["calls"], message["place"])
-        elif what == "meets" and message["generation"] == self.generation.number and self._meeting is not None:
-            self._meeting.add(worker)
-        elif what in {"has_state", "joined"} and message["generation"] == self.generation.number:
-            self._new.discard(worker)
-            self._note_joined({worker} if what == "joined" else set())
+        elif message.get("generation") == self.generation.number:
+            self._follow(worker, what)
 
-    def _note_joined(self, workers: set[int]) -> None:
-        self._joined |= workers
-        if self._joined.issuperset(self.generation.workers):
-            self._settled, self._leaving = self.generation, ()
+    def _follow(self, worker: int, what: str) -> None:
+        """Take in how far a worker is on its way into the present generation."""
+        if what == "meets" and self._meeting is not None:
+            self._meeting.add(worker)
+        elif what in {"has_state", "joined"}:
+            self._new.discard(worker)
+            self._joined |= {worker} if what == "joined" else set()
+            if self._joined.issuperset(self.generation.workers):
+                self._settled, self._leaving = self.generation, ()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol, final
+from typing import final
 
 from lockstep.errors import PeerFailedError, PeerLostError, ReductionError, WorkerFailure
 from lockstep.processes.user_line import LIBRARIES
@@ -20,9 +20,9 @@ _SIGNAL_BASE = 128
 # [Note: patience] How long a launcher waits, for functions and scripts alike.
 EARLIER_FAILURE_SECONDS = 0.3
 """After the first failure: for a report, or the end, of one that happened before it."""
-_SURE_SECONDS = 0.05
+SURE_SECONDS = 0.05
 """The same where no other worker's failure leads to the one that was seen."""
-_ROOT_CAUSE_SECONDS = 5.0
+ROOT_CAUSE_SECONDS = 5.0
 """The same where each failure is a consequence of another one."""
 GRACE_SECONDS = 1.0
 """How long workers may take to end when asked to, before they are killed."""
@@ -71,27 +71,6 @@ def describe_exit(code: int, *, killer: str = UNKNOWN_KILLER, place: str = "") -
     if name == "SIGKILL" and killer:
         return f"killed by {name}, {killer}"
     return f"killed by {name} at {place}" if place else f"killed by {name}"
-
-
-class FailedProcess(Protocol):
-    exit_code: int | None
-
-    def is_consequence(self) -> bool:
-        """Return whether it has failed because another worker has."""
-        ...
-
-
-def patience_after(failed: Sequence[FailedProcess], *, is_sure: bool = False) -> float:
-    """Return how long to wait, after these failures, for one that happened before them (seconds).
-
-    Little where none can have, which the caller knows (`is_sure`), or one was killed by SIGKILL: no failure of another
-    worker leads to that. Long while each is a consequence of another worker's, which is not known yet.
-    """
-    if any(worker.exit_code == -signal.SIGKILL for worker in failed):
-        return _SURE_SECONDS
-    if all(worker.is_consequence() for worker in failed):
-        return _ROOT_CAUSE_SECONDS
-    return _SURE_SECONDS if is_sure else EARLIER_FAILURE_SECONDS
 
 
 def describe_failures(failures: Sequence[WorkerFailure], *, is_shown: bool = False) -> str:

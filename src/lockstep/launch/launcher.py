@@ -10,32 +10,40 @@ launcher                                            worker r
 """
 
 import logging
-import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGKILL, SIGTERM
 from typing import TYPE_CHECKING, Any
 
-from lockstep.channel.server import ChannelServer
-from lockstep.devices import Device, DeviceRequest, Placement, parse_request, place_workers
+from lockstep.devices import DeviceRequest, Placement, parse_request, place_workers
 from lockstep.devices.choose import CPU
 from lockstep.devices.request import Auto, Cpu
 from lockstep.errors import DeviceError, GroupError, counted
 from lockstep.launch.continuation import Continuation
-from lockstep.launch.control import ControlSocket
 from lockstep.launch.environment import is_in_ipython
+from lockstep.launch.functions import NUM_DESCRIPTORS_PER_WORKER, FunctionWorkers
 from lockstep.launch.messages import Report, Run, WorkerTask, load_result, pack_call
 from lockstep.launch.rendezvous import reserved_port
-from lockstep.launch.restarts import FIXED, CallToStart, Elastic, Restarts, StartAgain, call_with_restarts
-from lockstep.launch.scaling import Scaling
-from lockstep.launch.sessions import check_current_directory, check_descriptors, launch_recorded
+from lockstep.launch.restarts import (
+    FIXED,
+    CallToStart,
+    Elastic,
+    Restarts,
+    StartAfterLoss,
+    StartAgain,
+    call_with_restarts,
+)
+from lockstep.launch.scaling import RunningLaunch
+from lockstep.launch.sessions import check_current_directory, check_descriptors
 from lockstep.launch.signals import SignalForwarding, sigint_held_back
-from lockstep.launch.supervision import Fencing, Supervision
+from lockstep.launch.supervision import Supervision
 from lockstep.launch.template import WorkerTemplate
-from lockstep.launch.worker_pool import NUM_DESCRIPTORS_PER_WORKER, StartedWorker, WorkerPool
+from lockstep.launch.worker_pool import Stopping, open_pool
 from lockstep.processes.ending import exit_quickly
 from lockstep.processes.host import keep_freed_memory
 from lockstep.processes.stop_signals import StopRequest
@@ -168,7 +176,7 @@ def call_on_workers(
     placement = place_workers(settings.devices, workers=settings.workers, force=settings.force)
     check_descriptors(len(placement.devices), NUM_DESCRIPTORS_PER_WORKER)
     call = pack_call(function, args, kwargs)
-    forwarding = SignalForwarding()
+    forwarding, again = SignalForwarding(), settings.start_again
     with ExitStack() as stack:
         template = settings.template
         if template is None:
@@ -184,8 +192,7 @@ def call_on_workers(
             CallToStart(placement=placement, call=call),
             Restarts(settings.max_restarts, _LOGGER.warning),
             lambda: not forwarding.is_requested and not (settings.stop is not None and settings.stop.is_made),
-            settings.elastic.limit,
-            settings.start_again,
+            None if again is None else StartAfterLoss(again, settings.elastic.limit),
         )
     return [load_result(report) for report in reports]
 
@@ -215,24 +222,17 @@ def _call_once(
     attempt: CallToStart, settings: LaunchSettings, forwarding: SignalForwarding, template: WorkerTemplate | None
 ) -> list[Report]:
     """Start the workers and wait for them; all have ended when this returns."""
-    placement = attempt.placement
+    devices = attempt.placement.devices
     if template is not None:
         template.is_usable()  # where Ctrl-C still interrupts
     with ExitStack() as stack:
         stack.enter_context(forwarding)
         reserved = stack.enter_context(reserved_port())
-        server = ChannelServer()
-        stack.callback(server.close)
-        stack.push(_exit_quickly_after_failure)
-        with sigint_held_back():
-            pool = WorkerPool(server, template, reserved.fileno(), can_stop=settings.stop is not None)
-            stack.callback(pool.stop)
         recording = new_recording(settings.recording)
-        pool.recorder = stack.enter_context(launch_recorded(recording, len(placement.devices)))
         first = WorkerTask(
             worker=0,
             rank=0,
-            world_size=len(placement.devices),
+            world_size=len(devices),
             device="",
             master_port=reserved.getsockname()[1],
             threads=settings.threads_per_worker,
@@ -241,18 +241,37 @@ def _call_once(
             argv=tuple(sys.argv),
             is_from_ipython=is_in_ipython(),
             recording="" if recording is None else str(recording.absolute()),
-            folder=pool.folder,
+            folder="",
             capacity=read_settings().recording().capacity,
             call=attempt.call,
         )
-        for rank, device in enumerate(placement.devices):
-            pool.start(replace(first, worker=rank, rank=rank, device=device.name), device)
-        pool.send_tasks()
+        starter = FunctionWorkers(first, template, reserved.fileno(), can_stop=settings.stop is not None)
+        stack.callback(starter.close)
+        stack.push(_exit_quickly_after_failure)
+        stopping = Stopping(
+            # Workers that handle SIGTERM as a request would not end by it.
+            first=SIGTERM if settings.stop is None else SIGKILL,
+            is_hurried=_sleep,
+            tell=_LOGGER.warning,
+        )
+        pool = stack.enter_context(open_pool(starter, stopping, recording=recording, world_size=len(devices)))
+        pids = {number: pool.start(number, device).pid for number, device in enumerate(devices)}
         if settings.stop is None:
             forwarding.begin(pool.terminate, pool.was_terminated)
         else:
             settings.stop.add_listener(pool.ask_to_stop)
-        return _supervise(pool, server, first, settings)
+        running = RunningLaunch(
+            pool=pool,
+            continuation=Continuation(pool.server, pids),
+            elastic=settings.elastic,
+            force=settings.force,
+            needs_every_result=settings.needs_every_result,
+        )
+        returned = Supervision(running).wait()
+        starter.let_exit()
+        pool.wait_for_exits()
+        reports = [starter.reports[worker.number].report for worker in returned]
+    return [report for report in reports if report is not None]
 
 
 def _exit_quickly_after_failure(kind: type[BaseException] | None, *_error: object) -> None:
@@ -261,36 +280,10 @@ def _exit_quickly_after_failure(kind: type[BaseException] | None, *_error: objec
         exit_quickly()
 
 
-def _supervise(pool: WorkerPool, server: ChannelServer, first: WorkerTask, settings: LaunchSettings) -> list[Report]:
-    continuation = Continuation(server, {number: worker.pid for number, worker in pool.workers.items()})
-
-    def start(device: Device) -> StartedWorker:
-        number = max(pool.workers) + 1
-        task = replace(first, worker=number, world_size=1, is_joiner=True, device=device.name)
-        worker = pool.start(task, device)
-        continuation.pids[number] = worker.pid
-        pool.send_task_later(worker)
-        return worker
-
-    def find_devices(number: int) -> list[Device]:
-        if all(device.name == CPU.name for device in pool.devices.values()):
-            return [CPU] * number
-        return list(place_workers(f"auto:{number}", force=settings.force).devices)
-
-    scaling = Scaling(pool, continuation, settings.elastic, start, find_devices)
-    with ExitStack() as stack:
-        control: ControlSocket | None = None
-        if settings.elastic.folder is not None:
-            try:
-                folder = Path(settings.elastic.folder)
-                control = ControlSocket(folder, pool, scaling.begin_request, scaling.request_result)
-                stack.callback(control.close)
-            except OSError as error:
-                _LOGGER.warning("`lockstep scale` cannot change this run: %s. (LS603)", error)
-        fencing = Fencing(pool, continuation, settings.elastic.evict_after or math.inf)
-        return Supervision(
-            pool, continuation, scaling, control, fencing, needs_every_result=settings.needs_every_result
-        ).wait()
+def _sleep(seconds: float) -> bool:
+    """Wait, and return False, never to kill at once: a second Ctrl-C raises KeyboardInterrupt here instead."""
+    time.sleep(seconds)
+    return False
 
 
 def find_launcher() -> "WorldVariables | None":

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lockstep.errors import WorkerFailedError, WorkerFailure
-from lockstep.launch.exits import CONSEQUENCES, describe_failures
+from lockstep.launch.exits import CONSEQUENCES
 from lockstep.launch.pickling import Unpicklable, find_in_call, find_in_result, name_of, pack
 
 if TYPE_CHECKING:  # a launcher does not need torch
@@ -126,7 +126,8 @@ def _describe_location(found: Unpicklable | None, error: Exception) -> str:
 
 
 def send_task(stream: BinaryIO, search_path: list[str], task: WorkerTask) -> None:
-    stream.write(json.dumps(search_path).encode() + b"\n" + pickle.dumps(task))
+    stream.write(json.dumps(search_path).encode() + b"\n")
+    pickle.dump(task, stream)  # which copies no large argument
 
 
 def send_report(stream: BinaryIO, report: Report) -> None:
@@ -168,11 +169,3 @@ def load_error(report: Report) -> BaseException | None:
 def is_consequence(report: Report) -> bool:
     """Return whether the worker's exception says that another worker failed."""
     return isinstance(load_error(report), CONSEQUENCES)
-
-
-def failed_error(failures: tuple[WorkerFailure, ...], stop_reason: str = "") -> WorkerFailedError:
-    """Return the error for these failures, the first in time first; `stop_reason`: why the others did not continue."""
-    message = describe_failures(failures)
-    error = WorkerFailedError(f"{message}\n\n{stop_reason}" if stop_reason else message, failures)
-    error.__cause__ = failures[0].error
-    return error

@@ -24,6 +24,7 @@ from lockstep.devices import Placement
 from lockstep.errors import WorkerFailedError, counted
 from lockstep.launch.membership import RespawnLimit, may_respawn
 
+Attempt = TypeVar("Attempt")
 Result = TypeVar("Result")
 Tell = Callable[[str], None]
 USUAL_RESPAWNS: Final = 3
@@ -128,13 +129,13 @@ class Restarts:
         self._most = most
         self._tell = tell
 
-    def begin_another(self, message: str, before: str = "") -> bool:
-        """Count a restart after a failure, and tell of it, after the text `before`; return False if it is too many."""
+    def begin_another(self, message: str) -> bool:
+        """Count a restart after a failure, and tell of it; return False if it is too many."""
         if len(self.reasons) == self._most:
             return False
         self.reasons.append(message.splitlines()[0].removeprefix("error: "))
         number = f"restart {len(self.reasons)} of at most {self._most}"
-        self._tell(f"{before}Starting all workers again ({number}). {self.reasons[-1]}")
+        self._tell(f"Starting all workers again ({number}). {self.reasons[-1]}")
         return True
 
     def describe(self) -> str:
@@ -146,22 +147,21 @@ class Restarts:
 
 
 def call_with_restarts(
-    start: Callable[[CallToStart], Result],
-    first: CallToStart,
+    start: Callable[[Attempt], Result],
+    first: Attempt,
     restarts: Restarts,
     may_restart: Callable[[], bool],
-    limit: RespawnLimit,
-    again: StartAgain | None = None,
+    after_loss: Callable[[LostWorkersError, Attempt], Attempt | None] | None = None,
 ) -> Result:
     """Return what `start` returns; start again after a failure, as the table above says."""
-    attempt, replaced_at = first, list[float]()
+    attempt = first
     while True:
-        following: CallToStart | None = None
+        following: Attempt | None = None
         try:
             return start(attempt)
         except LostWorkersError as lost:
-            if again is not None and may_restart():
-                following = _after_loss(lost, attempt, again, limit, replaced_at)
+            if after_loss is not None and may_restart():
+                following = after_loss(lost, attempt)
             failure = lost.error
         except WorkerFailedError as error:
             failure = error
@@ -174,27 +174,33 @@ def call_with_restarts(
         attempt = following
 
 
-def _after_loss(
-    lost: LostWorkersError, attempt: CallToStart, again: StartAgain, limit: RespawnLimit, replaced_at: list[float]
-) -> CallToStart | None:
-    """Return what is started after a loss, and tell of it; None if that is an error."""
-    now, devices = time.monotonic(), attempt.placement.devices
-    is_replaced = may_respawn(limit, replaced_at, now)
-    if is_replaced:
-        replaced_at.append(now)
-    if not lost.has_begun and again.is_unchanged():
+@final
+class StartAfterLoss:
+    """Decides what is started after a loss, and tells of it; None if that is an error."""
+
+    def __init__(self, again: StartAgain, limit: RespawnLimit) -> None:
+        self._again = again
+        self._limit = limit
+        self._replaced_at: list[float] = []
+
+    def __call__(self, lost: LostWorkersError, attempt: CallToStart) -> CallToStart | None:
+        again, devices, now = self._again, attempt.placement.devices, time.monotonic()
+        is_replaced = may_respawn(self._limit, self._replaced_at, now)
+        if is_replaced:
+            self._replaced_at.append(now)
+        if not lost.has_begun and again.is_unchanged():
+            if not is_replaced:
+                devices = tuple(device for number, device in enumerate(devices) if number not in lost.lost)
+                if len(devices) < max(again.min_workers, 1):
+                    return None
+            count = counted(len(devices), "worker")
+            again.tell(f"{lost.described}, before the training began. It starts again with {count}. Nothing is lost.")
+            return replace(attempt, placement=replace(attempt.placement, devices=devices))
         if not is_replaced:
-            devices = tuple(device for number, device in enumerate(devices) if number not in lost.lost)
-            if len(devices) < max(again.min_workers, 1):
-                return None
-        count = counted(len(devices), "worker")
-        again.tell(f"{lost.described}, before the training began. It starts again with {count}. Nothing is lost.")
-        return replace(attempt, placement=replace(attempt.placement, devices=devices))
-    if not is_replaced:
-        return None
-    checkpoint, call = again.resume()
-    again.tell(
-        f"{lost.described}, so the others cannot continue. The run goes on from {checkpoint} with "
-        f"{counted(len(devices), 'worker')}: the steps after it are taken again, with the same bits. (LS604)"
-    )
-    return replace(attempt, call=call)
+            return None
+        checkpoint, call = again.resume()
+        again.tell(
+            f"{lost.described}, so the others cannot continue. The run goes on from {checkpoint} with "
+            f"{counted(len(devices), 'worker')}: the steps after it are taken again, with the same bits. (LS604)"
+        )
+        return replace(attempt, call=call)

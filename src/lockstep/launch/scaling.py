@@ -14,17 +14,18 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import final
 
 from lockstep.channel.table import Message
-from lockstep.devices import Device
+from lockstep.devices import Device, place_workers
+from lockstep.devices.choose import CPU
 from lockstep.errors import DeviceError, counted
 from lockstep.launch.continuation import Continuation
 from lockstep.launch.control import RefusedError
 from lockstep.launch.membership import Wishes, WorkerLimits, may_respawn
-from lockstep.launch.restarts import Elastic
-from lockstep.launch.worker_pool import End, StartedWorker, WorkerPool
+from lockstep.launch.restarts import FIXED, Elastic
+from lockstep.launch.worker_pool import End, Worker, WorkerPool
 
 _LOGGER = logging.getLogger("lockstep")
 _GATHER_SECONDS = 0.25
@@ -34,33 +35,37 @@ _UUID = re.compile(r"(?:gpu|mig)-[\w/-]*")
 _LABEL = re.compile(r"\bGPU (\d+(?::\d+)?)(?= \()")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningLaunch:
+    """What supervises a launch needs of it."""
+
+    pool: WorkerPool
+    continuation: Continuation
+    elastic: Elastic = FIXED
+    force: bool = False
+    """Whether new workers take GPUs that other processes use, too."""
+    needs_every_result: bool = False
+    """Whether a line at the end names lost workers whose results are missing."""
+
+
 @final
 class Scaling:
-    """Keeps the number of workers at what is wanted; `find_devices` raises `DeviceError` where there are none.
+    """Keeps the number of workers at what is wanted.
 
     `problem` says why the last new worker did not join; empty if it did.
     """
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        continuation: Continuation,
-        elastic: Elastic,
-        start: Callable[[Device], StartedWorker],
-        find_devices: Callable[[int], list[Device]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.num_wanted = len(continuation.generation.workers)
+    def __init__(self, launch: RunningLaunch, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_wanted = len(launch.continuation.generation.workers)
         self.problem = ""
-        self._pool = pool
-        self._continuation = continuation
-        self._limit = elastic.limit
-        self._loading_limit = elastic.loading_limit
-        self._num_spares = elastic.spares
-        self._start = start
-        self._find_devices = find_devices
+        self._pool = launch.pool
+        self._continuation = launch.continuation
+        self._limit = launch.elastic.limit
+        self._loading_limit = launch.elastic.loading_limit
+        self._num_spares = launch.elastic.spares
+        self._force = launch.force
         self._clock = clock
-        self._new: dict[int, StartedWorker] = {}
+        self._new: dict[int, Worker] = {}
         self._leaving: set[int] = set()
         self._vacant: list[Device] = []
         self._respawned_at: list[float] = []
@@ -113,7 +118,7 @@ class Scaling:
                 self._respawned_at.append(self._clock())
             self._continuation.tell_of_loading_loss(worker, report, goes_on=goes_on)
 
-    def take_end(self, worker: StartedWorker) -> None:
+    def take_end(self, worker: Worker) -> None:
         """Take note of a worker that has ended: lost, left, or never joined."""
         number = worker.number
         was_new = self._new.pop(number, None) is not None
@@ -126,7 +131,7 @@ class Scaling:
             self._give_up(worker)
         elif may_respawn(self._limit, self._respawned_at, self._clock()):
             self._respawned_at.append(self._clock())
-            self._vacant.append(self._pool.devices[number])
+            self._vacant.append(worker.device)
         elif was_new:
             self.problem = f"The new worker {number} was {worker.describe_end()}."
             self.num_wanted = len(self._continuation.generation.workers)
@@ -166,7 +171,7 @@ class Scaling:
             else:
                 continuation.refuse_leave(worker)
 
-    def _end_new(self, worker: StartedWorker) -> None:
+    def _end_new(self, worker: Worker) -> None:
         """End a worker that was asked to leave before it has joined, without another in its place."""
         self._leaving.add(worker.number)
         if self._num_spares:
@@ -188,16 +193,23 @@ class Scaling:
                 _LOGGER.warning("No spare worker is started. %s (LS603)", error)
                 self._num_spares = 0
                 return
-            worker = self._start(device)
+            worker = self._pool.start(max(self._pool.workers) + 1, device)
+            self._continuation.pids[worker.number] = worker.pid
             self._new[worker.number] = worker
 
-    def _give_up(self, worker: StartedWorker) -> None:
+    def _find_devices(self, number: int) -> list[Device]:
+        """Return devices for new workers; `DeviceError` where there are none."""
+        if all(worker.device.name == CPU.name for worker in self._pool.workers.values()):
+            return [CPU] * number
+        return list(place_workers(f"auto:{number}", force=self._force).devices)
+
+    def _give_up(self, worker: Worker) -> None:
         """Start no more workers: this one has ended by its own code, so the next one would too."""
         trace = " "
         if worker.has_returned:
             how = "has returned without joining: its function must call `Trainer.join()` before it trains"
-        elif worker.report is not None:
-            how, trace = f"has failed: {worker.report.reason}", f"\n{worker.report.traceback.rstrip()}\n"
+        elif (failure := worker.failure()).traceback:
+            how, trace = f"has failed: {failure.reason}", f"\n{failure.traceback.rstrip()}\n"
         else:
             how = worker.describe_end()
         self.problem = f"The new worker {worker.number} {how}."
@@ -229,7 +241,7 @@ class Scaling:
     def describe(self) -> str:
         members = self._continuation.generation.workers
         names = [
-            f"rank {rank} (pid {self._continuation.pids[worker]}) on {self._pool.devices[worker].label}"
+            f"rank {rank} (pid {self._continuation.pids[worker]}) on {self._pool.workers[worker].device.label}"
             for rank, worker in enumerate(members)
         ]
         return f"{counted(len(members), 'worker')}: {', '.join(names)}"
@@ -277,7 +289,9 @@ class Scaling:
 
     def _release(self, device: str, limits: WorkerLimits) -> str:
         members = self._continuation.generation.workers
-        named = {worker: parts for worker in members if (parts := named_parts(device, self._pool.devices[worker]))}
+        named = {
+            worker: parts for worker in members if (parts := named_parts(device, self._pool.workers[worker].device))
+        }
         found = list(named)
         if len(parts := set[str]().union(*named.values())) > 1:
             raise RefusedError(f"{device} means {' and '.join(sorted(parts))}. Name one of them. (LS603)")

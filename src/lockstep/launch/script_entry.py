@@ -3,10 +3,9 @@
 This file is run as a script, and imports only the standard library. After `execv` the process is like one that the user
 has started from a shell.
 
-Arguments: the launcher's process id; the pipe to the guardian; the program, as a path; its arguments.
+Arguments: the launcher's process id; the program, as a path; its arguments.
 """
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -16,10 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    launcher, guardian, *command = sys.argv[1:]
-    with contextlib.suppress(OSError):  # the guardian was killed; the kernel still ends this process, see below
-        os.write(int(guardian), b"+%d\n" % os.getpid())
-    os.close(int(guardian))
+    launcher, *command = sys.argv[1:]
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != int(launcher):

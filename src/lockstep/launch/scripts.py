@@ -15,16 +15,18 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import final
 
-from lockstep.channel.server import ChannelServer
-from lockstep.devices import Placement, count_cores
-from lockstep.errors import WorkerFailure
+from lockstep.devices import Device, Placement, count_cores
+from lockstep.errors import WorkerFailedError, WorkerFailure
+from lockstep.launch import script_entry
+from lockstep.launch.continuation import Continuation
 from lockstep.launch.environment import (
     LOOPBACK_INTERFACE,
     NOTICE,
@@ -39,23 +41,21 @@ from lockstep.launch.exits import (
     GRACE_SECONDS,
     RAISED_SECONDS,
     SLOW_END_SECONDS,
-    UNKNOWN_KILLER,
-    KillerNames,
-    describe_exit,
     describe_failures,
-    describe_waiting,
     exit_status,
     find_traceback,
-    patience_after,
     says_another_failed,
 )
 from lockstep.launch.output import Relays, Tail, flush_own_output, log_path, make_log_directory, print_message
 from lockstep.launch.rendezvous import Rendezvous, open_rendezvous
-from lockstep.launch.restarts import Restarts
-from lockstep.launch.sessions import Sessions, check_descriptors, exit_code, launch_recorded, record_end
+from lockstep.launch.restarts import Restarts, call_with_restarts
+from lockstep.launch.scaling import RunningLaunch
+from lockstep.launch.sessions import ISOLATED, check_descriptors
 from lockstep.launch.signals import SignalPipe
+from lockstep.launch.supervision import Supervision, first_failures_first
+from lockstep.launch.worker_pool import End, Stopping, Worker, WorkerPool, open_pool
 from lockstep.processes.host import FREED_MEMORY_VARIABLES
-from lockstep.recording import EventKind, WorkerRecorder, new_recording
+from lockstep.recording import new_recording
 from lockstep.settings import LAUNCHED, RUN_ID, channel_variables, read_settings, recording_variable
 
 _TRACEBACK_SECONDS = 5.0
@@ -66,9 +66,9 @@ _JOIN_SECONDS = 0.05
 _NUM_LAST_LINES = 10
 _STARTUP_FOLDER = str(Path(__file__).parents[1] / "torch_private" / "startup")
 """The folder of a `sitecustomize` that changes what torch does in the processes of a script."""
-_NUM_DESCRIPTORS = 11
-"""How many the launcher needs for each worker, at most: two pipes, two log files, its channel, and three for each of
-two connections to the store."""
+_NUM_DESCRIPTORS = 12
+"""How many the launcher needs for each worker, at most: its process, two pipes, two log files, its channel, and three
+for each of two connections to the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,16 +130,22 @@ def run_with_restarts(job: ScriptJob, tell: Callable[[str], None]) -> Ending:
 
     The logs of a restart are in a folder of their own, `restart-1`, in the log directory.
     """
-    restarts = Restarts(job.max_restarts, tell)
-    while True:
-        folder, number = job.log_dir, len(restarts.reasons)
+    endings: list[Ending] = []
+
+    def run(attempt: ScriptJob) -> Ending:
+        folder, number = attempt.log_dir, len(endings)
         if folder is not None and number:
             folder /= f"restart-{number}"
-        ending = run_script(replace(job, log_dir=folder, num_restarts=number))
-        if not ending.is_failure:
-            return ending
-        if not restarts.begin_another(ending.message, f"{ending.message}\n\n"):
-            return replace(ending, message=ending.message + restarts.describe())
+        endings.append(run_script(replace(attempt, log_dir=folder, num_restarts=number)))
+        if endings[-1].is_failure:
+            raise WorkerFailedError(endings[-1].message)
+        return endings[-1]
+
+    restarts = Restarts(job.max_restarts, lambda text: tell(f"{endings[-1].message}\n\n{text}"))
+    try:
+        return call_with_restarts(run, job, restarts, lambda: True)
+    except WorkerFailedError as error:
+        return replace(endings[-1], message=str(error))
 
 
 def run_script(job: ScriptJob) -> Ending:
@@ -151,97 +157,140 @@ def run_script(job: ScriptJob) -> Ending:
     with ExitStack() as stack:
         signals = stack.enter_context(SignalPipe())
         rendezvous = stack.enter_context(open_rendezvous(job.world_size))
-        server = ChannelServer()
-        stack.callback(server.close)
         recording = new_recording(None)
-        recorder = stack.enter_context(launch_recorded(recording, job.world_size))
-        variables = {} if recording is None else recording_variable(str(recording))
-        pool = _ScriptWorkerPool(job, server, recorder, variables)
-        stack.callback(pool.close)
-        pool.start(rendezvous)
-        stop = pool.wait(signals)
-        pool.end(signals, stop)
-        return pool.describe_end() if stop is None else pool.describe_stop(stop)
+        starter = ScriptWorkers(job, rendezvous, recording)
+        stack.callback(starter.close)
+        stopping = Stopping(
+            grace_seconds=job.grace_seconds,
+            is_hurried=lambda seconds: signals.wait(seconds) is not None,
+            tell=lambda text: print_message(f"error: {text}"),
+        )
+        pool = stack.enter_context(open_pool(starter, stopping, recording=recording, world_size=job.world_size))
+        pool.watch(signals.source, partial(_raise_stopped, signals))
+        failed: list[Worker] = []
+        stop: Signals | None = None
+        try:
+            pids = {rank: pool.start(rank, device).pid for rank, device in enumerate(job.placement.devices)}
+            Supervision(RunningLaunch(pool=pool, continuation=Continuation(pool.server, pids))).wait()
+        except StoppedError as stopped:
+            stop = stopped.signal
+        except WorkerFailedError:
+            failed = [worker for worker in pool.workers.values() if worker.has_failed or worker.raised_at < math.inf]
+        pool.end(Signals.SIGINT if stop is Signals.SIGINT else None)
+        starter.print_rest(signals, _DRAIN_SECONDS if stop is not None else math.inf)
+        if stop is not None:
+            return _describe_stop(pool, stop)
+        return starter.describe_failure(first_failures_first(failed)) if failed else Ending(0, "")
 
 
 @final
-class _ScriptWorker:
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], stderr: Tail | None) -> None:
-        self.rank = rank
-        self.process = process
+class StoppedError(Exception):
+    """A signal has asked the launcher to stop."""
+
+    def __init__(self, signal: Signals) -> None:
+        super().__init__(signal.name)
+        self.signal = signal
+
+
+def _raise_stopped(signals: SignalPipe) -> bool:
+    if (stop := signals.wait(0)) is not None:
+        raise StoppedError(stop)
+    return True
+
+
+def _describe_stop(pool: WorkerPool, stop: Signals) -> Ending:
+    """Return how a launch ended that a signal has stopped. A worker exits with 75 if it can be resumed."""
+    for worker in pool.workers.values():
+        pool.look(worker)
+    if all(worker.exit_code == os.EX_TEMPFAIL for worker in pool.workers.values()):
+        return Ending(os.EX_TEMPFAIL, f"Stopped by {stop.name}; every worker has ended with {os.EX_TEMPFAIL}.")
+    how = "Interrupted" if stop is Signals.SIGINT else f"Stopped by {stop.name}"
+    return Ending(exit_status(-stop), f"{how}; every worker has ended.")
+
+
+@final
+class ScriptOutput:
+    """What a script says of its end: on stderr, if that goes through the launcher, and that it has raised.
+
+    A script that has raised and is held up by a thread is the failure after some time: others may wait for it.
+    """
+
+    def __init__(self, stderr: Tail | None, log: Path | None) -> None:
         self.stderr = stderr
-        self.exit_code: int | None = None
-        self.killer = self.place = ""
-        self.ended_at = math.inf
-        self.raised_at = math.inf
-        self.holds_up = ""
-        self.is_told = self.is_given_up = False
+        self._log = log
+        self._is_told = self._is_given_up = False
 
-    def has_failed(self) -> bool:
-        return self.exit_code not in {None, 0} or self.is_given_up
-
-    def note_raised(self, threads: list[str]) -> None:
-        """Note that its main thread has raised; these threads are no daemons."""
-        self.raised_at = time.monotonic()
-        names = ", ".join(map(repr, threads))
-        self.holds_up = f"thread {names}, which is no daemon," if threads else "a handler of atexit"
-
-    def held_until(self) -> float:
-        """Return when something follows from it that it has raised and still runs; infinity for never."""
-        if self.exit_code is not None or self.is_given_up:
+    def due(self, worker: Worker) -> float:
+        if self._is_given_up:
             return math.inf
-        return self.raised_at + (RAISED_SECONDS if self.is_told else SLOW_END_SECONDS)
+        return worker.raised_at + (RAISED_SECONDS if self._is_told else SLOW_END_SECONDS)
 
-    def look_whether_held(self, now: float) -> None:
-        if now < self.held_until():
+    @property
+    def may_tell_of_failure(self) -> bool:
+        """Whether it has written a traceback: a worker ends some time after that."""
+        return self.stderr is not None and self.stderr.traceback_at is not None
+
+    def look(self, worker: Worker) -> None:
+        if worker.due > time.monotonic():
             return
-        if not self.is_told:
-            self.is_told = True
-            print_message(
-                f"Worker {self.rank} has raised the exception above and still runs, {SLOW_END_SECONDS:g} s later: "
-                f"{self.holds_up} holds it up. It is ended after {RAISED_SECONDS:g} s. (LS605)"
-            )
-        else:
-            self.is_given_up = True
+        if self._is_told:
+            self._is_given_up = True
+            return
+        self._is_told = True
+        print_message(
+            f"Worker {worker.number} has raised the exception above and still runs, {SLOW_END_SECONDS:g} s later: "
+            f"{worker.held_up_by} holds it up. It is ended after {RAISED_SECONDS:g} s. (LS605)"
+        )
 
-    def describe_exit(self) -> str:
-        if self.exit_code is None:
-            when = f"{RAISED_SECONDS:g} s later" if self.is_given_up else "when another had failed"
-            return f"raised an exception, and still ran {when}: {self.holds_up} held it up"
-        return describe_exit(self.exit_code, killer=self.killer or UNKNOWN_KILLER, place=self.place)
+    def end(self, code: int | None) -> End | None:
+        if code is None:
+            return End.FAILED if self._is_given_up else None
+        return End.EXITED if code == 0 else None
 
-    def is_consequence(self) -> bool:
-        """Return whether it has failed because another worker has, by what it wrote last."""
-        return says_another_failed(self.traceback())
+    def failed_at(self, worker: Worker) -> float | None:
+        """Return when it raised or wrote its last traceback, because exiting may take long."""
+        if worker.raised_at < math.inf:
+            return worker.raised_at
+        traceback_at = self.stderr.traceback_at if self.stderr is not None else None
+        if traceback_at is None or (worker.exit_code or 0) < 0 or worker.ended_at - traceback_at > _TRACEBACK_SECONDS:
+            return None
+        return traceback_at
 
-    def traceback(self) -> str:
+    def failure(self, worker: Worker) -> WorkerFailure:
+        reason = self.describe_end(worker)
+        if self._log is not None:
+            reason += f" (log: {self._log})"
+        return WorkerFailure(rank=worker.number, reason=reason, traceback=self.traceback(worker), error=None)
+
+    def describe_end(self, worker: Worker) -> str:
+        if worker.exit_code is None:
+            when = f"{RAISED_SECONDS:g} s later" if self._is_given_up else "when another had failed"
+            return f"raised an exception, and still ran {when}: {worker.held_up_by} held it up"
+        return worker.describe_exit()
+
+    def is_consequence(self, worker: Worker) -> bool:
+        return says_another_failed(self.traceback(worker))
+
+    def traceback(self, worker: Worker) -> str:
         """Return its last traceback; empty if it was killed, because it may have caught that exception."""
-        if self.stderr is None or (self.exit_code or 0) < 0:
+        if self.stderr is None or (worker.exit_code or 0) < 0:
             return ""
         return find_traceback(self.stderr.text())
 
-    def failed_at(self) -> float:
-        """Return when it raised or wrote its last traceback, because exiting may take long; else when it ended."""
-        if self.raised_at < math.inf:
-            return self.raised_at
-        traceback_at = self.stderr.traceback_at if self.stderr is not None else None
-        if traceback_at is None or (self.exit_code or 0) < 0 or self.ended_at - traceback_at > _TRACEBACK_SECONDS:
-            return self.ended_at
-        return traceback_at
+    def close(self) -> None:
+        """Do nothing: the relays own the pipes."""
 
 
 @final
-class _ScriptWorkerPool:
-    def __init__(
-        self, job: ScriptJob, server: ChannelServer, recorder: WorkerRecorder, variables: Mapping[str, str]
-    ) -> None:
+class ScriptWorkers:
+    """Starts workers that become a script, and passes on what they write."""
+
+    def __init__(self, job: ScriptJob, rendezvous: Rendezvous, recording: Path | None) -> None:
+        self.outputs: dict[int, ScriptOutput] = {}
         self._job = job
-        self._server = server
-        self._recorder = recorder
-        self._variables = variables
-        self._workers: list[_ScriptWorker] = []
-        self._sessions = Sessions()
-        self._killers = KillerNames()
+        self._rendezvous = rendezvous
+        self._run_id = f"{RUN_ID}{uuid.uuid4().hex}"
+        self._recording = {} if recording is None else recording_variable(str(recording))
         # A single worker uses the terminal directly, as without a launcher: it may read input and show a progress bar.
         self._relays = (
             Relays(has_prefix=job.has_prefix and job.world_size > 1, cuts_lines=job.world_size > 1, log_dir=job.log_dir)
@@ -249,117 +298,65 @@ class _ScriptWorkerPool:
             else None
         )
 
-    def start(self, rendezvous: Rendezvous) -> None:
-        folder = self._sessions.folder
-        run_id = f"{RUN_ID}{uuid.uuid4().hex}"
-        for rank in range(self._job.world_size):
-            environment = _environment(self._job, rank, rendezvous, is_piped=self._relays is not None)
-            with self._server.worker_end(rank) as channel:
-                own = {"TORCHELASTIC_RUN_ID": run_id, **channel_variables(channel, rendezvous.port, folder)}
-                self._start_one(rank, {**environment, **self._variables, **own}, channel)
+    def signals_held_back(self) -> AbstractContextManager[None]:
+        """Hold nothing back: here signals interrupt nothing, and a script has the mask of its launcher."""
+        return nullcontext()
 
-    def _start_one(self, rank: int, environment: dict[str, str], channel: int) -> None:
-        local_rank = [f"{self._job.local_rank_option}={environment['LOCAL_RANK']}"] * bool(self._job.local_rank_option)
-        command = [*self._job.program, *local_rank, *self._job.arguments]
-        stdin = None if self._job.world_size == 1 else subprocess.DEVNULL
-        outputs: tuple[int | None, int | None] = None, None
-        tail: Tail | None = None
+    def start(
+        self, pool: WorkerPool, number: int, _device: Device, channel: int
+    ) -> tuple[subprocess.Popen[bytes], ScriptOutput]:
+        job = self._job
+        environment = {
+            **_environment(job, number, self._rendezvous, is_piped=self._relays is not None),
+            **self._recording,
+            "TORCHELASTIC_RUN_ID": self._run_id,
+            **channel_variables(channel, self._rendezvous.port, pool.folder),
+        }
+        local_rank = [f"{job.local_rank_option}={environment['LOCAL_RANK']}"] * bool(job.local_rank_option)
+        stdout = stderr = tail = None
         with ExitStack() as stack:
             if self._relays is not None:
-                stdout, _ = self._relays.open(rank, "stdout")
+                stdout, _ = self._relays.open(number, "stdout")
                 stack.callback(os.close, stdout)
-                stderr, tail = self._relays.open(rank, "stderr")
+                stderr, tail = self._relays.open(number, "stderr")
                 stack.callback(os.close, stderr)
-                outputs = stdout, stderr
-            process = self._sessions.start(command, environment, stdin, outputs, channel)
-        self._workers.append(_ScriptWorker(rank, process, tail))
-        self._recorder.mark(EventKind.WORKER_STARTED, rank, process.pid, 0)
+            process = subprocess.Popen(  # noqa: S603 - what the user asked for
+                [
+                    *(sys.executable, *ISOLATED, script_entry.__file__, str(os.getpid())),
+                    *(*job.program, *local_rank, *job.arguments),
+                ],
+                pass_fds=(channel,),
+                stdin=None if job.world_size == 1 else subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=environment,
+                start_new_session=True,
+            )
+        log = None if job.log_dir is None else log_path(job.log_dir, number, "stderr")
+        self.outputs[number] = ScriptOutput(tail, log)
+        return process, self.outputs[number]
 
-    def wait(self, signals: SignalPipe) -> Signals | None:
-        """Wait until all have ended, one has failed, or a termination signal has come; return that signal."""
-        deadline = failed_at = math.inf
-        while any(worker.exit_code is None for worker in self._workers):
-            until = min(deadline, *(worker.held_until() for worker in self._workers))
-            seconds = None if until == math.inf else max(until - time.monotonic(), 0)
-            if (stop := signals.wait(seconds, self._server.report_descriptor)) is not None:
-                return stop
-            self._collect_reports()
-            self._collect_exits()
-            if failed := [worker for worker in self._workers if worker.has_failed()]:
-                failed_at = min(failed_at, time.monotonic())
-                # Asked for again: what a worker wrote may come after its end.
-                deadline = failed_at + patience_after(failed, is_sure=self._is_sure(failed))
-                if time.monotonic() >= deadline:
-                    break
-        return None
-
-    def _collect_reports(self) -> None:
-        for rank, report in self._server.take_reports():
-            if report["report"] == "raised":
-                self._workers[rank].note_raised(report["threads"])
-        for worker in self._workers:
-            worker.look_whether_held(time.monotonic())
-
-    def _is_sure(self, failed: Sequence[_ScriptWorker]) -> bool:
-        """Return whether no failure can have come before these: a worker ends some time after its traceback."""
-        tails = [worker.stderr for worker in self._workers if worker.exit_code is None or worker in failed]
-        return not any(tail is not None and tail.traceback_at is not None for tail in tails)
-
-    def _collect_exits(self) -> None:
-        for worker in self._workers:
-            if worker.exit_code is None and (code := exit_code(worker.process)) is not None:
-                worker.exit_code, worker.ended_at = code, time.monotonic()
-                worker.killer = self._killers.name()
-                worker.place = record_end(self._recorder, worker.rank, worker.process.pid, code, worker.killer)
-
-    def end(self, signals: SignalPipe, stop: Signals | None) -> None:
-        """Stop the workers that still run and all that workers have started; print the end of their output."""
-        is_interrupted = stop is Signals.SIGINT
-
-        def tell() -> None:
-            if stop is None and (message := self.describe_end().message):
-                print_message(describe_waiting(message))
-
-        self._sessions.end(
-            Signals.SIGINT if is_interrupted else Signals.SIGTERM,
-            self._job.grace_seconds,
-            is_hurried=lambda seconds: signals.wait(seconds) is not None,
-            tell=tell,
-        )
+    def print_rest(self, signals: SignalPipe, seconds: float) -> None:
+        """Print the end of what the workers wrote, until another signal comes or the time is over."""
         if self._relays is None:
             return
         self._relays.finish()
-        deadline = time.monotonic() + _DRAIN_SECONDS if stop is not None else float("inf")
+        deadline = time.monotonic() + seconds
         while not self._relays.join(_JOIN_SECONDS) and time.monotonic() < deadline:
             if signals.wait(0) is not None:
                 break
 
-    def describe_end(self) -> Ending:
-        """Return how a launch ended that no signal has stopped."""
-        failed = [worker for worker in self._workers if worker.has_failed()]
-        if not failed:
-            return Ending(0, "")
-        failed += [worker for worker in self._workers if worker not in failed and worker.raised_at < math.inf]
-        failed.sort(key=lambda worker: (worker.is_consequence(), worker.failed_at()))
-        first = failed[0]
+    def describe_failure(self, failed: Sequence[Worker]) -> Ending:
         # The relays have printed what the workers wrote.
-        message = describe_failures([_describe(worker, self._job.log_dir) for worker in failed], is_shown=True)
-        if first.stderr is not None and not first.traceback():
-            last = [line for line in first.stderr.text().splitlines() if line.strip()][-_NUM_LAST_LINES:]
-            message += f"\n\nThe last lines that worker {first.rank} wrote to stderr:\n" * bool(last) + "\n".join(last)
+        first, message = failed[0], describe_failures([worker.failure() for worker in failed], is_shown=True)
+        output = self.outputs[first.number]
+        if output.stderr is not None and not output.traceback(first):
+            last = [line for line in output.stderr.text().splitlines() if line.strip()][-_NUM_LAST_LINES:]
+            message += f"\n\nThe last lines that worker {first.number} wrote to stderr:\n" * bool(last)
+            message += "\n".join(last)
         return Ending(exit_status(first.exit_code or 1), f"error: {message}", is_failure=True)
 
-    def describe_stop(self, stop: Signals) -> Ending:
-        """Return how a launch ended that a signal has stopped. A worker exits with 75 if it can be resumed."""
-        self._collect_exits()
-        if all(worker.exit_code == os.EX_TEMPFAIL for worker in self._workers):
-            return Ending(os.EX_TEMPFAIL, f"Stopped by {stop.name}; every worker has ended with {os.EX_TEMPFAIL}.")
-        how = "Interrupted" if stop is Signals.SIGINT else f"Stopped by {stop.name}"
-        return Ending(exit_status(-stop), f"{how}; every worker has ended.")
-
     def close(self) -> None:
-        """Kill all processes that are left, and close all pipes."""
-        self._sessions.close()
         if self._relays is not None:
             self._relays.finish()
 
@@ -386,13 +383,6 @@ def _environment(job: ScriptJob, rank: int, rendezvous: Rendezvous, *, is_piped:
     python_path = with_drop_in(own.python_path()) if job.drop_in else own.python_path()
     overrides["PYTHONPATH"] = with_folder(python_path, _STARTUP_FOLDER)
     return own.for_worker(overrides, defaults=defaults)
-
-
-def _describe(worker: _ScriptWorker, log_dir: Path | None) -> WorkerFailure:
-    reason = worker.describe_exit()
-    if log_dir is not None:
-        reason += f" (log: {log_path(log_dir, worker.rank, 'stderr')})"
-    return WorkerFailure(rank=worker.rank, reason=reason, traceback=worker.traceback(), error=None)
 
 
 def python_program(script: str, *, is_module: bool) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import final
 
@@ -31,7 +31,7 @@ import psutil
 from lockstep.doctor.stacks import crash_place
 from lockstep.doctor.stall_watch import stalls_watched
 from lockstep.errors import UsageError, counted
-from lockstep.launch import guardian, script_entry
+from lockstep.launch import guardian
 from lockstep.launch.exits import KILLED_SECONDS, UNKNOWN_KILLER, describe_exit
 from lockstep.launch.template import Process
 from lockstep.recording import LAUNCHER, EventKind, WorkerRecorder, open_recorder
@@ -45,7 +45,7 @@ _LONGEST_PARENT = 107 - len("/ls-12345678/listener-12345678")
 """The path of a socket has 107 bytes at most. Where TMPDIR was longer, a data-loading process never sent anything."""
 _NUM_SPARE = 16
 """Descriptors that do not depend on the number of workers: the rendezvous, pipes while a process starts, imports."""
-_ISOLATED = ("-I", "-S")
+ISOLATED = ("-I", "-S")
 """Options of Python: without site-packages and environment variables it starts much faster."""
 
 
@@ -61,7 +61,7 @@ class Sessions:
         source, self._pipe = os.pipe()
         try:
             self._guardian = subprocess.Popen(  # noqa: S603 - our own interpreter
-                [sys.executable, *_ISOLATED, guardian.__file__, str(source), self.folder],
+                [sys.executable, *ISOLATED, guardian.__file__, str(source), self.folder],
                 pass_fds=(source,),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -74,32 +74,11 @@ class Sessions:
             os.close(source)
         self._leaders: dict[int, Process] = {}
 
-    def start(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        stdin: int | None,
-        outputs: tuple[int | None, int | None],
-        channel: int,
-    ) -> subprocess.Popen[bytes]:
-        """Start a program. Use `exit_code` to see whether it has ended, and never `Popen.wait` or `Popen.poll`.
-
-        A None in `stdin` or `outputs` (stdout, stderr) is that of this process; `environment` has all variables.
-        """
-        process = subprocess.Popen(  # noqa: S603 - what the user asked for
-            [sys.executable, *_ISOLATED, script_entry.__file__, str(os.getpid()), str(self._pipe), *command],
-            pass_fds=(self._pipe, channel),
-            stdin=stdin,
-            stdout=outputs[0],
-            stderr=outputs[1],
-            env=dict(environment),
-            start_new_session=True,
-        )
-        self._leaders[process.pid] = process
-        return process
-
     def adopt(self, leader: Process) -> None:
-        """Take over a process that was started as leader of a session. Until then the caller must end it."""
+        """Take over a process that was started as leader of a session. Until then the caller must end it.
+
+        Use `exit_code` to see whether it has ended, and never its `wait` or `poll`.
+        """
         with contextlib.suppress(BrokenPipeError):  # the guardian was killed; the kernel still ends the leader
             os.write(self._pipe, b"+%d\n" % leader.pid)
         self._leaders[leader.pid] = leader

@@ -40,24 +40,26 @@ _RETURNED = "_wait_for_others"
 
 @final
 class SignalPipe:
-    """A pipe into which the interpreter writes termination signals and SIGCHLD; main thread only.
+    """A pipe into which the interpreter writes termination signals; main thread only.
 
     A signal that was ignored before stays ignored: a launch under nohup outlives its terminal.
     """
 
     def __init__(self) -> None:
-        self._source, self._written = os.pipe()
+        self.source, self._written = os.pipe()
         self._undo = ExitStack()
-        self._undo.callback(os.close, self._source)
+        self._undo.callback(os.close, self.source)
         self._undo.callback(os.close, self._written)
 
     def __enter__(self) -> Self:
-        os.set_blocking(self._source, False)
+        os.set_blocking(self.source, False)
         os.set_blocking(self._written, False)
         self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(self._written, warn_on_full_buffer=False))
-        for number in (*TERMINATION_SIGNALS, signal.SIGCHLD):
-            if signal.getsignal(number) is not signal.SIG_IGN or number is signal.SIGCHLD:
+        for number in TERMINATION_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 self._undo.callback(signal.signal, number, signal.signal(number, _do_nothing))
+        # Where the caller ignores it, the kernel tells nobody how a child has ended.
+        self._undo.callback(signal.signal, signal.SIGCHLD, signal.signal(signal.SIGCHLD, signal.SIG_DFL))
         return self
 
     def __exit__(
@@ -65,13 +67,9 @@ class SignalPipe:
     ) -> None:
         self._undo.close()
 
-    def wait(self, seconds: float | None, *others: int) -> signal.Signals | None:
-        """Wait up to `seconds` for a signal, or until another descriptor can be read; return a termination signal.
-
-        It is the first that has come; None without one.
-        """
-        ready = wait_to_read(self._source, *others, seconds=seconds)
-        numbers = os.read(self._source, _ROOM_BYTES) if self._source in ready else b""
+    def wait(self, seconds: float) -> signal.Signals | None:
+        """Wait up to `seconds` for a termination signal; return the first that has come, None without one."""
+        numbers = os.read(self.source, _ROOM_BYTES) if wait_to_read(self.source, seconds=seconds) else b""
         return next((signal.Signals(number) for number in numbers if number in TERMINATION_SIGNALS), None)
 
 

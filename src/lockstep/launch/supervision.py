@@ -11,18 +11,21 @@ What ends, and what follows from it ([Note: what is a loss] in `worker_pool.py`)
 
 import logging
 import math
+import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import final
 
-from lockstep.launch.continuation import Answer, Continuation, EndedWorker
+from lockstep.errors import WorkerFailedError
+from lockstep.launch.continuation import Answer, EndedWorker
 from lockstep.launch.control import ControlSocket
-from lockstep.launch.exits import patience_after
-from lockstep.launch.messages import Report, failed_error
+from lockstep.launch.exits import EARLIER_FAILURE_SECONDS, ROOT_CAUSE_SECONDS, SURE_SECONDS, describe_failures
 from lockstep.launch.restarts import LostWorkersError
-from lockstep.launch.scaling import Scaling
-from lockstep.launch.worker_pool import End, StartedWorker, WorkerPool
+from lockstep.launch.scaling import RunningLaunch, Scaling
+from lockstep.launch.worker_pool import End, Worker
 
 _LOGGER = logging.getLogger("lockstep")
 _QUESTIONS = 5
@@ -47,7 +50,7 @@ class _Seen:
 
 @final
 class Fencing:
-    """Ends workers that hang, so that the others can continue without them; `seconds` is infinity for never.
+    """Ends workers that hang, as long as `Elastic.evict_after` says, so that the others can continue without them.
 
     The launcher asks each member in turn, also one that is to leave after the step under way; the thread that reads the
     worker's channel answers, and says where the main thread stands. Two kinds of workers are ended:
@@ -63,16 +66,10 @@ class Fencing:
     ends. If it is in other code, a line tells where.
     """
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        continuation: Continuation,
-        seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._pool = pool
-        self._continuation = continuation
-        self._seconds = seconds
+    def __init__(self, launch: RunningLaunch, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pool = launch.pool
+        self._continuation = launch.continuation
+        self._seconds = launch.elastic.evict_after or math.inf
         self._clock = clock
         self._number = 0
         self._asked: dict[int, list[tuple[int, float]]] = {}
@@ -184,81 +181,80 @@ class Fencing:
 class Supervision:
     """Waits for the workers of one launch, and lets the run continue when some are lost, leave or join."""
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        continuation: Continuation,
-        scaling: Scaling,
-        control: ControlSocket | None,
-        fencing: Fencing,
-        *,
-        needs_every_result: bool = True,
-    ) -> None:
-        self._pool = pool
-        self._continuation = continuation
-        self._scaling = scaling
-        self._control = control
-        self._fencing = fencing
-        self._needs_every_result = needs_every_result
+    def __init__(self, launch: RunningLaunch) -> None:
+        self._pool = launch.pool
+        self._continuation = launch.continuation
+        self._scaling = Scaling(launch)
+        self._fencing = Fencing(launch)
+        self._folder = launch.elastic.folder
+        self._needs_every_result = launch.needs_every_result
         self._gone: set[int] = set()
-        self._deadline = math.inf
+        self._failed_at = self._deadline = math.inf
 
-    def wait(self) -> list[Report]:
-        """Wait until every worker of the run has returned; return the reports of those that have, in rank order.
+    def wait(self) -> list[Worker]:
+        """Wait until every worker of the run has returned; return those that have, in rank order.
 
         `WorkerFailedError`: one failed, or was lost and the others could not continue.
         """
-        while not self._is_complete():
-            self._pool.handle_events(min(self._deadline, *self._timers()))
-            self._continuation.receive_reports()
-            self._continuation.reports.over.update(each.number for each in self._members() if each.has_returned)
-            self._scaling.answer_loading_losses()
-            self._fencing.advance()
-            self._take_ends()
-            if time.monotonic() >= self._deadline or (self._failed() and not self._running()):
-                self._pool.failure = self._error()
-                raise self._pool.failure
-            if self._deadline == math.inf:
-                self._scaling.advance()
-            if self._control is not None:
-                self._control.tell()
-        self._continuation.refuse()
-        self._continuation.announce_end()
-        if self._control is not None:
-            self._control.close()
+        with ExitStack() as stack:
+            control = self._open_control(stack)
+            while not all(worker.has_returned for worker in self._members()):
+                next_look = min(self._scaling.next_look, self._fencing.next_look)
+                self._pool.handle_events(min(self._deadline, self._continuation.next_answer, next_look))
+                self._receive_reports()
+                self._scaling.answer_loading_losses()
+                self._fencing.advance()
+                self._take_ends()
+                if time.monotonic() >= self._deadline or (self._failed() and not self._running()):
+                    self._pool.failure = self._error()
+                    raise self._pool.failure
+                if self._deadline == math.inf:
+                    self._scaling.advance()
+                if control is not None:
+                    control.tell()
+            self._continuation.refuse()
+            self._continuation.announce_end()
         self._scaling.finish()
-        self._pool.let_exit()
         if self._needs_every_result:
             self._tell_of_missing_results()
-        return [report for worker in self._ever() if (report := worker.report) is not None and worker.has_returned]
+        return [worker for worker in self._ever() if worker.has_returned]
 
-    def _timers(self) -> Iterable[float]:
-        yield self._continuation.next_answer
-        yield self._scaling.next_look
-        yield self._fencing.next_look
-        for worker in self._pool.workers.values():
-            yield worker.closed_until
+    def _open_control(self, stack: ExitStack) -> ControlSocket | None:
+        if self._folder is None:
+            return None
+        try:
+            control = ControlSocket(
+                Path(self._folder), self._pool, self._scaling.begin_request, self._scaling.request_result
+            )
+        except OSError as error:
+            _LOGGER.warning("`lockstep scale` cannot change this run: %s. (LS603)", error)
+            return None
+        stack.callback(control.close)
+        return control
 
-    def _members(self) -> list[StartedWorker]:
+    def _receive_reports(self) -> None:
+        self._continuation.receive_reports()
+        reports = self._continuation.reports
+        reports.over.update(each.number for each in self._members() if each.has_returned)
+        raised, reports.raised = reports.raised, []
+        for number, threads in raised:
+            self._pool.workers[number].hear_raised(threads)
+
+    def _members(self) -> list[Worker]:
         return [self._pool.workers[number] for number in self._continuation.generation.workers]
 
-    def _ever(self) -> list[StartedWorker]:
+    def _ever(self) -> list[Worker]:
         return [self._pool.workers[number] for number in self._continuation.members]
 
-    def _running(self) -> list[StartedWorker]:
+    def _running(self) -> list[Worker]:
         return [worker for worker in self._members() if worker.end is End.NOT_YET]
 
-    def _is_complete(self) -> bool:
-        return all(worker.has_returned for worker in self._members())
-
-    def _failed(self) -> list[StartedWorker]:
+    def _failed(self) -> list[Worker]:
         """Return members that have failed, or that are lost and without which the others cannot continue."""
         return [
             worker
             for worker in self._pool.workers.values()
-            if worker.number not in self._gone
-            and worker.number in self._continuation.needed
-            and worker.end in {End.FAILED, End.LOST}
+            if worker.number not in self._gone and worker.number in self._continuation.needed and worker.has_failed
         ]
 
     def _take_ends(self) -> None:
@@ -271,11 +267,16 @@ class Supervision:
             self._continuation.refuse()
         elif needed and not self._pool.is_terminating and self._continue_without(needed):
             done += needed
-            self._deadline = math.inf
+            self._failed_at = self._deadline = math.inf
         else:
             own = [worker for worker in needed if not worker.has_returned]
         if own:
-            self._deadline = min(self._deadline, time.monotonic() + patience_after(own))
+            # Asked for again each time: what a script has written may come after its end.
+            self._failed_at = min(self._failed_at, time.monotonic())
+            failed = self._failed() or own
+            asked = [*failed, *self._running()]
+            is_sure = not any(worker.account.may_tell_of_failure for worker in asked)
+            self._deadline = self._failed_at + patience_after(failed, is_sure=is_sure)
         for worker in done:
             self._gone.add(worker.number)
             if worker.exit_code is None:  # a new worker that has failed to join, and has not ended yet
@@ -283,19 +284,19 @@ class Supervision:
             self._scaling.take_end(worker)
             self._pool.release(worker)
 
-    def _is_gone(self, worker: StartedWorker) -> bool:
+    def _is_gone(self, worker: Worker) -> bool:
         """Return whether a worker has ended, or will, and nothing has followed from it yet."""
-        if worker.number in self._gone:
+        if worker.number in self._gone or worker.end is End.EXITED:
             return False
         is_done = worker.end is End.FAILED or (worker.has_returned and not self._is_needed(worker))
         return worker.exit_code is not None or is_done
 
-    def _is_needed(self, worker: StartedWorker) -> bool:
+    def _is_needed(self, worker: Worker) -> bool:
         if worker.end is End.LEFT:
             return worker.number in self._continuation.generation.workers
         return worker.number in self._continuation.needed
 
-    def _continue_without(self, lost: list[StartedWorker]) -> bool:
+    def _continue_without(self, lost: list[Worker]) -> bool:
         """Let the others continue, if they can; two workers must never have one rank, so these have ended before."""
         for worker in lost:
             if worker.exit_code is None:  # a new worker that raised
@@ -306,17 +307,18 @@ class Supervision:
 
     def _error(self) -> Exception:
         """Return the error; those without which the others continued are its cause if all others follow from a loss."""
-        failed = [worker for worker in self._ever() if worker.end in {End.FAILED, End.LOST}]
+        failed = [worker for worker in self._ever() if worker.has_failed]
         earlier = [worker for worker in failed if worker.number in self._gone]
         present = [worker for worker in failed if worker not in earlier]
         if all(worker.is_consequence() for worker in present):
             earlier, present = [], failed
-        failures = [(worker.is_consequence(), *worker.describe_failure()) for worker in present]
-        failures.sort(key=lambda failure: failure[:2])
+        failures = tuple(worker.failure() for worker in first_failures_first(present))
         names = ", ".join(f"worker {worker.number} ({worker.describe_end()})" for worker in earlier)
         before = f"Before that, the others had continued without {names}." if earlier else ""
         reasons = "\n\n".join(filter(None, (self._continuation.stop_reason, before)))
-        error = failed_error(tuple(failure for *_, failure in failures), reasons)
+        message = describe_failures(failures)
+        error = WorkerFailedError(f"{message}\n\n{reasons}" if reasons else message, failures)
+        error.__cause__ = failures[0].error
         lost = [worker for worker in failed if worker.end is End.LOST]
         if not lost or self._pool.is_stopping:
             return error
@@ -337,10 +339,28 @@ class Supervision:
             _LOGGER.warning("%s workers have returned a result: %s. (LS601)", counts, names)
 
 
-def _describe(worker: StartedWorker) -> str:
+def first_failures_first(workers: Iterable[Worker]) -> list[Worker]:
+    """Sort workers that have failed: those that have failed because another has come last."""
+    return sorted(workers, key=lambda worker: (worker.is_consequence(), worker.failed_at()))
+
+
+def patience_after(failed: Sequence[Worker], *, is_sure: bool) -> float:
+    """Return how long to wait, after these failures, for one that happened before them (seconds).
+
+    Little where none can have, which the caller knows (`is_sure`), or one was killed by SIGKILL: no failure of another
+    worker leads to that. Long while each is a consequence of another worker's, which is not known yet.
+    """
+    if any(worker.exit_code == -signal.SIGKILL for worker in failed):
+        return SURE_SECONDS
+    if all(worker.is_consequence() for worker in failed):
+        return ROOT_CAUSE_SECONDS
+    return SURE_SECONDS if is_sure else EARLIER_FAILURE_SECONDS
+
+
+def _describe(worker: Worker) -> str:
     """Return how a worker has ended, for the message of those that continue."""
-    if worker.report is not None and worker.end is End.FAILED:
-        return f"failed while it joined: {worker.report.reason}"
+    if worker.end is End.FAILED and (failure := worker.failure()).traceback:
+        return f"failed while it joined: {failure.reason}"
     if worker.end is End.LEFT:
         return "has left"
     return worker.describe_end()

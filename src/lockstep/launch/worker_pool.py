@@ -1,23 +1,37 @@
-"""The processes of a launched function: starting them, waiting for their reports, ending them."""
+"""The workers of one launch as processes: one pool, for functions and for scripts.
+
+What the two differ in is given to the pool: a `Starter`, with what a worker says of its own end (`Account`), and how
+workers are stopped (`Stopping`).
+
+                       functions (functions.py)               scripts (scripts.py)
+                       ------------------------               --------------------
+    a process is       forked of the template, or a new       script_entry.py, which becomes the script
+                       interpreter
+    it is done when    it reports a result                    it exits with 0
+    it has failed by   its report, else its end               its end, with the traceback that it wrote before
+    stopped by         SIGTERM, or at once where it takes     SIGTERM, or SIGINT after Ctrl-C; at once after a
+                       that for a request                     second signal
+
+For both, the kernel shows the end of a process on a descriptor.
+"""
 
 import contextlib
 import enum
 import logging
+import math
 import os
 import selectors
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, final
 
 from lockstep.channel.server import ChannelServer
 from lockstep.devices import Device
-from lockstep.devices.choose import CPU
 from lockstep.errors import UsageError, WorkerFailedError, WorkerFailure
-from lockstep.launch.environment import function_variables
 from lockstep.launch.exits import (
     EARLIER_FAILURE_SECONDS,
     GRACE_SECONDS,
@@ -29,47 +43,23 @@ from lockstep.launch.exits import (
     describe_exit,
     describe_waiting,
 )
-from lockstep.launch.messages import Report, WorkerTask, is_consequence, load_error, read_report, send_task
-from lockstep.launch.sessions import Sessions, exit_code, record_end, wake
-from lockstep.launch.signals import sigint_held_back, signals_blocked
-from lockstep.launch.template import Process, WorkerTemplate
+from lockstep.launch.sessions import Sessions, exit_code, launch_recorded, record_end, wake
+from lockstep.launch.template import Process
 from lockstep.processes.host import open_process
-from lockstep.processes.stop_signals import FORWARDED_SIGNAL, STOP_SIGNALS
-from lockstep.recording import NULL_WORKER_RECORDER, EventKind
-from lockstep.settings import read_settings
+from lockstep.processes.stop_signals import FORWARDED_SIGNAL
+from lockstep.recording import EventKind, WorkerRecorder
 
 _LOGGER = logging.getLogger("lockstep")
-NUM_DESCRIPTORS_PER_WORKER = 5
-"""How many the launcher needs for each worker, at most: two pipes, its process, both ends of a channel."""
 _POLL_SECONDS = 0.05
 """How often to check for workers that ended, on systems where the kernel does not show that on a descriptor."""
 _CLOSED = -1
 """The value of a descriptor that is closed."""
-# Collecting garbage among what torch's import makes, which all stays, would take a third of a worker's start and end.
-_BOOTSTRAP = """
-import gc, json, os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-down, *descriptors = map(int, sys.argv[1:])
-stream = os.fdopen(down, "rb")
-search_path = stream.readline()
-if not search_path.endswith(b"\\n"):  # the launcher was interrupted before it sent it
-    sys.exit(1)
-sys.path[:] = json.loads(search_path)
-gc.disable()
-from lockstep.launch.worker import main
-gc.freeze()
-gc.enable()
-main(stream, *descriptors)
-"""
-_CLOSED_SECONDS = 2.0
-"""How long a worker may run on after it has closed its pipe to the launcher."""
 _EXIT_POLL_SECONDS = 0.01
 """How often to check whether a worker that is about to end has ended."""
 
 
 class End(enum.Enum):
-    """How a worker stands with its function.
+    """How a worker stands with its function or script.
 
     [Note: what is a loss] A worker that a signal has ended is lost, whichever signal it is: `kill -9`, the kernel where
     memory runs out, a bus error where a disk or memory fails, a crash in native code. The others can continue. A worker
@@ -78,163 +68,188 @@ class End(enum.Enum):
     """
 
     NOT_YET = "runs"
-    FINISHED = "has returned a result"
+    FINISHED = "has returned a result, and runs until the others have"
+    EXITED = "is a script that has exited with 0"
     LEFT = "has left the others between two steps, because it was asked to"
     LOST = "was ended by a signal"
     FAILED = "raised, or exited"
 
 
+class Account(Protocol):
+    """What a worker says of its own end; its process says the rest."""
+
+    def due(self, worker: "Worker") -> float:
+        """Return when to `look` though the process runs on; infinity for never."""
+        ...
+
+    @property
+    def may_tell_of_failure(self) -> bool:
+        """Whether a failure may have happened of which the launcher will know only later."""
+        ...
+
+    def look(self, worker: "Worker") -> None:
+        """Take in what is known by now: the process has ended, or `due` is over."""
+        ...
+
+    def end(self, code: int | None) -> End | None:
+        """Return how it stands, after exit code `code`; None if that alone says it."""
+        ...
+
+    def failed_at(self, worker: "Worker") -> float | None:
+        """Return when it failed; None if its process has ended without saying."""
+        ...
+
+    def failure(self, worker: "Worker") -> WorkerFailure: ...
+
+    def describe_end(self, worker: "Worker") -> str: ...
+
+    def is_consequence(self, worker: "Worker") -> bool:
+        """Return whether it says that it has failed because another worker has."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Starter(Protocol):
+    """Starts the processes of one launch."""
+
+    def signals_held_back(self) -> AbstractContextManager[None]:
+        """Return the context in which a process starts, until the pool knows it."""
+        ...
+
+    def start(self, pool: "WorkerPool", number: int, device: Device, channel: int) -> tuple[Process, Account]:
+        """Start a worker of the pool, which leads a session and inherits `channel`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopping:
+    """How workers are stopped."""
+
+    first: signal.Signals = signal.SIGTERM
+    grace_seconds: float = GRACE_SECONDS
+    """How long they may take to end after the first signal, before they are killed."""
+    is_hurried: Callable[[float], bool]
+    """Waits so many seconds; returns whether to kill them at once."""
+    tell: Callable[[str], None]
+    """Gets the failure, while the others end, if that takes a while."""
+
+
 @final
-class StartedWorker:
+class Worker:
     """One worker process.
 
     `exit_code` is -N for signal N, None while it runs. `may_leave`: it was sent a generation in which it has no rank.
-    `killer` and `place`: who has killed it, and where it crashed; empty where that is not known.
+    `killer` and `place`: who has killed it, and where it crashed; empty where that is not known. `raised_at` and
+    `held_up_by`: when its main thread has raised, of a script that said so, and what it says keeps it from ending.
     """
 
-    def __init__(self, task: WorkerTask, process: Process, task_pipe: int, report_pipe: int) -> None:
-        self.number = task.worker
-        self.task = task
+    def __init__(self, number: int, device: Device, process: Process, account: Account) -> None:
+        self.number = number
+        self.device = device
         self.process = process
-        self.task_pipe = task_pipe
-        self.report_pipe = report_pipe
-        self.report: Report | None = None
+        self.account = account
         self.exit_code: int | None = None
+        self.ended_at = self.raised_at = math.inf
         self.may_leave = False
-        self.killer = ""
-        self.place = ""
-        self._received = bytearray()
-        self._ended_at: float | None = None
-        self._closed_at: float | None = None
-        os.set_blocking(report_pipe, False)
+        self.killer = self.place = self.held_up_by = ""
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
-    def receive(self) -> bool:
-        """Read what the worker has written; return False when nothing more will come."""
-        is_open = self._read()
-        self.report = read_report(self._received)
-        if self.report is None and not is_open and self._closed_at is None:
-            self._closed_at = time.monotonic()
-        return is_open and self.report is None
-
-    def look(self) -> bool:
-        """Look whether the process has ended; return True if it has. Its report, if any, is read before.
-
-        This does not wait for the end of the pipe: a process that the worker started may hold it open.
-        """
-        if self.exit_code is None:
-            self.exit_code = exit_code(self.process)
-            if self.exit_code is not None:
-                if self.report is None:
-                    self.receive()
-                self._ended_at = time.monotonic()
-        return self.exit_code is not None
-
-    def kill(self) -> bool:
-        """Kill the process and wait until it has ended; return whether it has.
-
-        A process in a system call that does not return ends only with that. It runs no instruction of its own any more.
-        """
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        deadline = time.monotonic() + KILLED_SECONDS
-        while not (has_ended := self.look()) and time.monotonic() < deadline:
-            time.sleep(_EXIT_POLL_SECONDS)
-        return has_ended
-
     @property
-    def closed_until(self) -> float:
-        """When a worker that has closed its pipe to the launcher, and runs on, counts as failed."""
-        is_closed = self._closed_at is not None and self.exit_code is None and self.report is None
-        return (self._closed_at or 0.0) + _CLOSED_SECONDS if is_closed else float("inf")
+    def due(self) -> float:
+        return math.inf if self.exit_code is not None else self.account.due(self)
 
     @property
     def end(self) -> End:
-        if self.report is not None:
-            if self.report.has_left:
-                return End.LEFT
-            return End.FINISHED if self.has_returned else End.FAILED
+        if (said := self.account.end(self.exit_code)) is not None:
+            return said
         if self.exit_code is None:
-            return End.FAILED if time.monotonic() >= self.closed_until else End.NOT_YET
+            return End.NOT_YET
         if self.may_leave and self.exit_code == 0:
             return End.LEFT
         return End.LOST if self.exit_code < 0 else End.FAILED
 
     @property
     def has_returned(self) -> bool:
-        return self.report is not None and self.report.result is not None
+        return self.end in {End.FINISHED, End.EXITED}
+
+    @property
+    def has_failed(self) -> bool:
+        return self.end in {End.LOST, End.FAILED}
+
+    def look(self) -> bool:
+        """Look whether the process has ended; return True if it has. What it has said is taken in before.
+
+        This does not wait for the end of a pipe: a process that the worker started may hold it open.
+        """
+        if self.exit_code is None:
+            self.exit_code = exit_code(self.process)
+            if self.exit_code is not None:
+                self.account.look(self)
+                self.ended_at = time.monotonic()
+        return self.exit_code is not None
+
+    def hear_raised(self, threads: Sequence[str]) -> None:
+        """Take in that its main thread has raised; these threads are no daemons."""
+        self.raised_at = time.monotonic()
+        names = ", ".join(map(repr, threads))
+        self.held_up_by = f"thread {names}, which is no daemon," if threads else "a handler of atexit"
+
+    def kill(self) -> None:
+        """Kill the process and wait until it has ended.
+
+        A process in a system call that does not return ends only with that. It runs no instruction of its own any more.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        deadline = time.monotonic() + KILLED_SECONDS
+        while not self.look() and time.monotonic() < deadline:
+            time.sleep(_EXIT_POLL_SECONDS)
 
     def is_consequence(self) -> bool:
-        return self.report is not None and is_consequence(self.report)
+        return self.account.is_consequence(self)
 
-    def describe_failure(self) -> tuple[float, WorkerFailure]:
-        """Return when the worker failed, and how.
+    def failure(self) -> WorkerFailure:
+        return self.account.failure(self)
 
-        The launcher notices a worker that ended without a report when the kernel has ended it. About then the other
+    def failed_at(self) -> float:
+        """Return when the worker failed.
+
+        The launcher notices a worker that ended without saying why when the kernel has ended it. About then the other
         workers lose their connections to it and fail too. So its time is set a little earlier, before theirs.
         """
-        report = self.report
-        if report is None:
-            failure = WorkerFailure(rank=self.number, reason=self.describe_end(), traceback="", error=None)
-            return (self._ended_at or self._closed_at or 0.0) - EARLIER_FAILURE_SECONDS, failure
-        return report.time, WorkerFailure(
-            rank=self.number, reason=report.reason, traceback=report.traceback, error=load_error(report)
-        )
+        said = self.account.failed_at(self)
+        return self.ended_at - EARLIER_FAILURE_SECONDS if said is None else said
 
     def describe_end(self) -> str:
-        if self.exit_code is None:
-            return "closed its pipe to the launcher and still runs"
-        return self.describe_exit() + (" without reporting a result or an error" if self.exit_code >= 0 else "")
+        return self.account.describe_end(self)
 
     def describe_exit(self) -> str:
-        """Return how the process has ended, whatever it has reported."""
+        """Return how the process has ended, whatever it has said."""
         return describe_exit(self.exit_code or 0, killer=self.killer or UNKNOWN_KILLER, place=self.place)
-
-    def close(self) -> None:
-        for descriptor in (self.report_pipe, self.task_pipe):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self.report_pipe = self.task_pipe = -1
-
-    def _read(self) -> bool:
-        """Read what there is; return False at the end of the pipe."""
-        if self.report_pipe < 0:
-            return False
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self.report_pipe, 1 << 20):
-                self._received += chunk
-            return False
-        return True
 
 
 @final
 class WorkerPool:
-    """The workers of one launch of a function, as processes.
+    """The workers of one launch, as processes.
 
-    `can_stop`: they handle requests to stop, which are signals; until they do, these are blocked. `is_stopping`: they
-    were sent a signal that stops them; `is_terminating`: it was SIGTERM. `failure`: why the launch has failed.
-    `reserved_port` is the descriptor of a socket that holds a port for them.
+    `is_stopping`: they were sent a signal that stops them; `is_terminating`: it was SIGTERM. `failure`: why the launch
+    has failed.
     """
 
-    def __init__(
-        self, server: ChannelServer, template: WorkerTemplate | None, reserved_port: int, *, can_stop: bool
-    ) -> None:
-        self._server = server
-        self._reserved_port = reserved_port
-        self._template = template
-        self._can_stop = can_stop
+    def __init__(self, server: ChannelServer, starter: Starter, stopping: Stopping, recorder: WorkerRecorder) -> None:
+        self.server = server
+        self._starter = starter
+        self._stopping = stopping
+        self._recorder = recorder
         self._sessions = Sessions()
-        # Every worker reads from this pipe, and only the launcher can write: so its end is that of the launcher.
-        self._launcher_pipe, self._launcher_end = os.pipe()
         self._selector = selectors.DefaultSelector()
         self._exits: dict[int, int] = {}
         self._killers = KillerNames()
-        self.workers: dict[int, StartedWorker] = {}
-        self.devices: dict[int, Device] = {}
-        self.recorder = NULL_WORKER_RECORDER
+        self.workers: dict[int, Worker] = {}
         self.is_stopping = self.is_terminating = False
         self.failure: Exception | None = None
         self.watch(server.report_descriptor, lambda: True)
@@ -244,54 +259,18 @@ class WorkerPool:
         """A folder for temporary files of the workers; empty if there is none."""
         return self._sessions.folder
 
-    def start(self, task: WorkerTask, device: Device) -> StartedWorker:
-        """Start one worker, which waits for its task when it has imported torch."""
-        with (
-            sigint_held_back(),
-            signals_blocked(STOP_SIGNALS if self._can_stop else ()),
-            self._server.worker_end(task.worker) as channel,
-        ):  # until `stop` knows the worker
-            down_read, down_write = os.pipe()
-            up_read, up_write = os.pipe()
-            # -P: the current directory, where others may write, is not searched for the modules of _BOOTSTRAP.
-            descriptors = (down_read, up_write, self._launcher_pipe, channel, self._reserved_port)
-            command = [sys.executable, "-P", "-c", _BOOTSTRAP, *map(str, descriptors)]
-            variables = {**function_variables(task), **device.variables()}
-            try:
-                process: Process | None = None
-                if self._template is not None and device == CPU:
-                    process = self._template.fork(descriptors, variables)
-                if process is None:
-                    process = subprocess.Popen(  # noqa: S603 - our own interpreter
-                        command,
-                        pass_fds=descriptors,
-                        stdin=subprocess.DEVNULL,
-                        env=read_settings().for_worker(variables, seed=task.seed),
-                        start_new_session=True,
-                    )
-                self._sessions.adopt(process)
-            except BaseException:
-                os.close(down_write)
-                os.close(up_read)
-                raise
-            finally:
-                os.close(down_read)
-                os.close(up_write)
-            worker = self.workers[task.worker] = StartedWorker(task, process, down_write, up_read)
-            self.devices[task.worker] = device
-            self.recorder.mark(EventKind.WORKER_STARTED, task.worker, process.pid, 0)
-            self.watch(up_read, worker.receive)
-            self._watch_exit(worker)
+    def start(self, number: int, device: Device) -> Worker:
+        with self._starter.signals_held_back(), self.server.worker_end(number) as channel:
+            process, account = self._starter.start(self, number, device, channel)
+            self._sessions.adopt(process)
+            worker = self.workers[number] = Worker(number, device, process, account)
+            self._recorder.mark(EventKind.WORKER_STARTED, number, process.pid, 0)
+            descriptor = _CLOSED
+            with contextlib.suppress(OSError):
+                descriptor = open_process(process.pid)
+                self.watch(descriptor, lambda: self.look(worker))
+            self._exits[number] = descriptor
             return worker
-
-    def send_tasks(self) -> None:
-        """Send each worker its task. All workers are started before this, so that they import at the same time."""
-        for worker in self.workers.values():
-            _send_task(worker)
-
-    def send_task_later(self, worker: StartedWorker) -> None:
-        """Send a worker its task from another thread: it reads when it has imported torch, and others may end first."""
-        threading.Thread(target=_send_task, args=(worker,), name=f"task of worker {worker.number}", daemon=True).start()
 
     def watch(self, descriptor: int, call: Callable[[], bool]) -> None:
         """Call `call` in `handle_events` when the descriptor can be read, until it returns False."""
@@ -303,15 +282,35 @@ class WorkerPool:
 
     def handle_events(self, until: float) -> None:
         """Wait for reports, ends of workers and other events, until a moment of the monotonic clock; handle them."""
+        until = min(until, *(worker.due for worker in self.workers.values()))
         seconds = max(until - time.monotonic(), 0.0)
         if any(descriptor < 0 for descriptor in self._exits.values()):
             seconds = min(seconds, _POLL_SECONDS)
-        for key, _ in self._selector.select(None if seconds == float("inf") else seconds):
+        for key, _ in self._selector.select(None if seconds == math.inf else seconds):
             if key.fd in self._selector.get_map() and not key.data():
                 self.forget(key.fd)
         for number, descriptor in list(self._exits.items()):
             if descriptor < 0:
-                self._look(self.workers[number])
+                self.look(self.workers[number])
+        for worker in self.workers.values():
+            if worker.due <= time.monotonic():
+                worker.account.look(worker)
+
+    def look(self, worker: Worker) -> bool:
+        """Look whether a worker has ended; return False if it has."""
+        if not worker.look():
+            return True
+        descriptor = self._exits.pop(worker.number, None)
+        if descriptor is None:  # that is known
+            return False
+        if descriptor >= 0:
+            self.forget(descriptor)
+            os.close(descriptor)
+        if not worker.killer:
+            worker.killer = self._killers.name()
+        code = worker.exit_code or 0
+        worker.place = record_end(self._recorder, worker.number, worker.pid, code, worker.killer)
+        return False
 
     def ask_to_stop(self) -> None:
         self.is_stopping = True
@@ -324,30 +323,22 @@ class WorkerPool:
 
     def was_terminated(self) -> bool:
         """Return whether SIGTERM is the cause of all failures, of which there is at least one."""
-        failed = [
-            worker
-            for worker in self.workers.values()
-            if worker.end in {End.FAILED, End.LOST} and not worker.is_consequence()
-        ]
-        return bool(failed) and all(
-            worker.report is None and exit_code(worker.process) == -signal.SIGTERM for worker in failed
-        )
+        failed = [worker for worker in self.workers.values() if worker.has_failed and not worker.is_consequence()]
+        return bool(failed) and all(worker.end is End.LOST and worker.exit_code == -signal.SIGTERM for worker in failed)
 
-    def kill(self, worker: StartedWorker, killer: str) -> None:
+    def kill(self, worker: Worker, killer: str) -> None:
         """Kill a worker, and wait until it has ended; `killer` says who and why: "by its launcher, because ..."."""
         worker.killer = killer
         worker.kill()
-        self._look(worker)
+        self.look(worker)
 
-    def release(self, worker: StartedWorker) -> None:
+    def release(self, worker: Worker) -> None:
         """Free all that belongs to a worker that has ended: what it has started, its process id, its descriptors."""
         self._sessions.release(worker.process)
-        self.forget(worker.report_pipe)
-        worker.close()
+        worker.account.close()
 
-    def let_exit(self) -> None:
-        """Let the workers that have reported a result leave their groups and exit, and wait for that."""
-        os.write(self._launcher_end, b"." * len(self.workers))
+    def wait_for_exits(self) -> None:
+        """Wait until the workers have exited that have reported a result and may leave their groups; kill the rest."""
         began = time.monotonic()
         for seconds in (SLOW_END_SECONDS, TEARDOWN_SECONDS):
             while self._exits and time.monotonic() < began + seconds:
@@ -361,33 +352,36 @@ class WorkerPool:
                     TEARDOWN_SECONDS,
                 )
 
-    def stop(self) -> None:
+    def end(self, first: signal.Signals | None = None) -> None:
         """End every worker and all processes that workers have started, before this returns."""
+        self._refuse_to_leave()
+        how = self._stopping
+        self._sessions.end(first or how.first, how.grace_seconds, how.is_hurried, tell=self._tell_of_failure)
+
+    def close(self) -> None:
+        """End what is left, and free all descriptors."""
         try:
-            # Workers that handle SIGTERM as a request would not end by it.
-            self._refuse_to_leave()
-            first = signal.SIGKILL if self._can_stop else signal.SIGTERM
-            self._sessions.end(first, GRACE_SECONDS, is_hurried=_sleep, tell=self._tell_of_failure)
+            self.end()
         finally:  # also when a second Ctrl-C comes while this waits
             self._sessions.close()
-            self._selector.close()
             for worker in self.workers.values():
-                worker.close()
-            for descriptor in (*self._exits.values(), self._launcher_pipe, self._launcher_end):
+                worker.account.close()
+            self._selector.close()
+            for descriptor in self._exits.values():
                 if descriptor >= 0:
                     os.close(descriptor)
 
     def _tell_of_failure(self) -> None:
-        """Log what the launch will raise when all workers have ended: that takes a while."""
+        """Tell what the launch will raise when all workers have ended: that takes a while."""
         failure = self.failure
         cause = failure.failures[0].error if isinstance(failure, WorkerFailedError) and failure.failures else None
         if failure is not None and not isinstance(cause, UsageError):  # of bad input there is one message
-            _LOGGER.warning("%s", describe_waiting(str(failure)))
+            self._stopping.tell(describe_waiting(str(failure)))
 
     def _refuse_to_leave(self) -> None:
         """Let SIGTERM end workers that otherwise take it for a request to leave the others."""
         for number in list(self.workers):
-            self._server.send(number, {"event": "stay"})
+            self.server.send(number, {"event": "stay"})
 
     def _signal(self, number: int) -> None:
         for worker in list(self.workers.values()):
@@ -395,43 +389,20 @@ class WorkerPool:
                 os.kill(worker.pid, number)
                 wake(worker.pid)
 
-    def _watch_exit(self, worker: StartedWorker) -> None:
-        """Watch for the end of a process: the kernel shows it on a descriptor at once (Linux)."""
-        descriptor = _CLOSED
-        with contextlib.suppress(OSError):
-            descriptor = open_process(worker.pid)
-        self._exits[worker.number] = descriptor
-        if descriptor >= 0:
-            self.watch(descriptor, lambda: self._look(worker))
 
-    def _look(self, worker: StartedWorker) -> bool:
-        """Look whether a worker has ended; return False if it has."""
-        if not worker.look():
-            return True
-        descriptor = self._exits.pop(worker.number, _CLOSED)
-        if descriptor >= 0:
-            self.forget(descriptor)
-            os.close(descriptor)
-        if not worker.killer:
-            worker.killer = self._killers.name()
-        code = worker.exit_code or 0
-        worker.place = record_end(self.recorder, worker.number, worker.pid, code, worker.killer)
-        return False
-
-
-def _send_task(worker: StartedWorker) -> None:
-    task_pipe, worker.task_pipe = worker.task_pipe, _CLOSED
-    # A broken pipe: the worker has ended already, and its exit code is reported.
-    with contextlib.suppress(BrokenPipeError), os.fdopen(task_pipe, "wb") as stream:
-        send_task(stream, sys.path, worker.task)
+@contextlib.contextmanager
+def open_pool(starter: Starter, stopping: Stopping, *, recording: Path | None, world_size: int) -> Iterator[WorkerPool]:
+    """Make a pool, which is recorded until all its workers have ended, and at the end of the block."""
+    with ExitStack() as stack:
+        server = ChannelServer()
+        stack.callback(server.close)
+        recorder = stack.enter_context(launch_recorded(recording, world_size))
+        with starter.signals_held_back():
+            pool = WorkerPool(server, starter, stopping, recorder)
+            stack.callback(pool.close)
+        yield pool
 
 
 def _name_running(workers: Sequence[int]) -> str:
     names = ", ".join(map(str, workers))
     return f"worker {names} still runs" if len(workers) == 1 else f"workers {names} still run"
-
-
-def _sleep(seconds: float) -> bool:
-    """Wait, and return False, never to kill at once: a second Ctrl-C raises KeyboardInterrupt here instead."""
-    time.sleep(seconds)
-    return False

@@ -1,11 +1,13 @@
 """Which workers are ended because they hang, without processes."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lockstep.launch.continuation import Answer, WorkerReports
 from lockstep.launch.membership import Generation, WorkerLimits
+from lockstep.launch.restarts import Elastic
 from lockstep.launch.signals import look_at_main_thread
 from lockstep.launch.supervision import Fencing
 from lockstep.processes.host import StackLine
@@ -32,8 +34,9 @@ class Launch:
         self.decided_at = 0.0
         self.pids = {worker: 100 + worker for worker in range(4)}
         self.answers: dict[int, tuple[bool, int] | None] = dict.fromkeys(range(4), (True, 0))
-        launch: Any = self
-        self.fencing = Fencing(launch, launch, seconds, clock=lambda: self.now)
+        evict_after = None if seconds == float("inf") else seconds
+        launch: Any = SimpleNamespace(pool=self, continuation=self, elastic=Elastic(evict_after=evict_after))
+        self.fencing = Fencing(launch, clock=lambda: self.now)
 
     def is_new(self, worker: int) -> bool:
         return worker in self.new

@@ -10,7 +10,15 @@ from lockstep.devices import Placement
 from lockstep.devices.choose import CPU
 from lockstep.errors import WorkerFailedError, WorkerFailure
 from lockstep.launch import scripts
-from lockstep.launch.restarts import CallToStart, Elastic, LostWorkersError, Restarts, StartAgain, call_with_restarts
+from lockstep.launch.restarts import (
+    CallToStart,
+    Elastic,
+    LostWorkersError,
+    Restarts,
+    StartAfterLoss,
+    StartAgain,
+    call_with_restarts,
+)
 from lockstep.launch.scripts import ScriptJob, python_program, run_script, run_with_restarts
 
 Told = list[str]
@@ -36,7 +44,7 @@ def failing(times: int) -> Callable[[CallToStart], int]:
 
 def restart(times: int, max_restarts: int, told: Told, *, may_restart: bool = True) -> int:
     restarts = Restarts(max_restarts, told.append)
-    return call_with_restarts(failing(times), THREE, restarts, lambda: may_restart, Elastic().limit)
+    return call_with_restarts(failing(times), THREE, restarts, lambda: may_restart)
 
 
 def test_each_restart_is_told_with_its_reason() -> None:
@@ -192,7 +200,8 @@ class Starts:
         return f"trained {attempt.call.decode()}"
 
     def run(self) -> str:
-        return call_with_restarts(self.call, THREE, self.restarts, lambda: True, self.elastic.limit, self.again)
+        after_loss = None if self.again is None else StartAfterLoss(self.again, self.elastic.limit)
+        return call_with_restarts(self.call, THREE, self.restarts, lambda: True, after_loss)
 
 
 def test_it_starts_again_with_those_that_are_left() -> None:

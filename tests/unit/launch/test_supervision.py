@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.exits import patience_after
+from lockstep.launch.supervision import patience_after
 
 
 def failed(exit_code: int | None, *, is_consequence: bool = False) -> Any:
@@ -24,7 +24,7 @@ def failed(exit_code: int | None, *, is_consequence: bool = False) -> Any:
     ],
 )
 def test_a_kill_is_the_cause_and_an_error_about_another_worker_is_not(workers: list[Any], expected: float) -> None:
-    assert patience_after(workers) == expected
+    assert patience_after(workers, is_sure=False) == expected
 
 
 def test_one_that_exits_without_a_traceback_is_waited_for_only_where_another_may_have_failed() -> None:

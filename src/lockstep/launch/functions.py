@@ -1,0 +1,197 @@
+"""Workers that call a function: how their processes start, and what they report of their end."""
+
+import contextlib
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import final
+
+from lockstep.devices import Device
+from lockstep.devices.choose import CPU
+from lockstep.errors import WorkerFailure
+from lockstep.launch.environment import function_variables
+from lockstep.launch.messages import Report, WorkerTask, is_consequence, load_error, read_report, send_task
+from lockstep.launch.signals import sigint_held_back, signals_blocked
+from lockstep.launch.template import Process, WorkerTemplate
+from lockstep.launch.worker_pool import End, Worker, WorkerPool
+from lockstep.processes.stop_signals import STOP_SIGNALS
+from lockstep.settings import read_settings
+
+NUM_DESCRIPTORS_PER_WORKER = 5
+"""How many the launcher needs for each worker, at most: two pipes, its process, both ends of a channel."""
+# Collecting garbage among what torch's import makes, which all stays, would take a third of a worker's start and end.
+_BOOTSTRAP = """
+import gc, json, os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+down, *descriptors = map(int, sys.argv[1:])
+stream = os.fdopen(down, "rb")
+search_path = stream.readline()
+if not search_path.endswith(b"\\n"):  # the launcher was interrupted before it sent it
+    sys.exit(1)
+sys.path[:] = json.loads(search_path)
+gc.disable()
+from lockstep.launch.worker import main
+gc.freeze()
+gc.enable()
+main(stream, *descriptors)
+"""
+_CLOSED_SECONDS = 2.0
+"""How long a worker may run on after it has closed its pipe to the launcher."""
+
+
+@final
+class FunctionReport:
+    """What a worker reports on its pipe, which this owns."""
+
+    def __init__(self, pool: WorkerPool, pipe: int) -> None:
+        self.report: Report | None = None
+        self._pool = pool
+        self._pipe = pipe
+        self._received = bytearray()
+        self._closed_at = math.inf
+        self._is_given_up = False
+        os.set_blocking(pipe, False)
+        pool.watch(pipe, self._receive)
+
+    def due(self, _worker: Worker) -> float:
+        return math.inf if self.report is not None or self._is_given_up else self._closed_at + _CLOSED_SECONDS
+
+    @property
+    def may_tell_of_failure(self) -> bool:
+        return self.report is None
+
+    def look(self, worker: Worker) -> None:
+        if self.report is None:
+            self._receive()
+        self._is_given_up |= time.monotonic() >= self.due(worker)
+
+    def end(self, code: int | None) -> End | None:
+        if self.report is not None:
+            if self.report.has_left:
+                return End.LEFT
+            return End.FINISHED if self.report.result is not None else End.FAILED
+        return End.FAILED if code is None and self._is_given_up else None
+
+    def failed_at(self, worker: Worker) -> float | None:
+        if self.report is not None:
+            return self.report.time
+        return self._closed_at if worker.exit_code is None else None
+
+    def failure(self, worker: Worker) -> WorkerFailure:
+        report = self.report
+        if report is None:
+            return WorkerFailure(rank=worker.number, reason=self.describe_end(worker), traceback="", error=None)
+        error = load_error(report)
+        return WorkerFailure(rank=worker.number, reason=report.reason, traceback=report.traceback, error=error)
+
+    def describe_end(self, worker: Worker) -> str:
+        if worker.exit_code is None:
+            return "closed its pipe to the launcher and still runs"
+        silent = " without reporting a result or an error" if worker.exit_code >= 0 else ""
+        return worker.describe_exit() + silent
+
+    def is_consequence(self, _worker: Worker) -> bool:
+        return self.report is not None and is_consequence(self.report)
+
+    def close(self) -> None:
+        if self._pipe >= 0:
+            self._pool.forget(self._pipe)
+            os.close(self._pipe)
+            self._pipe = -1
+
+    def _receive(self) -> bool:
+        """Read what the worker has written; return False when nothing more will come."""
+        is_open = self._read()
+        self.report = read_report(self._received)
+        if not is_open:
+            self._closed_at = min(self._closed_at, time.monotonic())
+        return is_open and self.report is None
+
+    def _read(self) -> bool:
+        """Read what there is; return False at the end of the pipe."""
+        if self._pipe < 0:
+            return False
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._pipe, 1 << 20):
+                self._received += chunk
+            return False
+        return True
+
+
+@final
+class FunctionWorkers:
+    """Starts workers that call a function: forked of the template where they can be, else new interpreters.
+
+    `first` is the task of the workers that the launch begins with; later ones are to join those. `reserved_port` is the
+    descriptor of a socket that holds a port for them. `can_stop`: they handle requests to stop, which are signals;
+    until they do, these are blocked.
+    """
+
+    def __init__(
+        self, first: WorkerTask, template: WorkerTemplate | None, reserved_port: int, *, can_stop: bool
+    ) -> None:
+        self.reports: dict[int, FunctionReport] = {}
+        self._first = first
+        self._template = template
+        self._reserved_port = reserved_port
+        self._blocked = STOP_SIGNALS if can_stop else ()
+        # Every worker reads from this pipe, and only the launcher can write: so its end is that of the launcher.
+        self._launcher_pipe, self._launcher_end = os.pipe()
+
+    @contextlib.contextmanager
+    def signals_held_back(self) -> Iterator[None]:
+        with sigint_held_back(), signals_blocked(self._blocked):
+            yield
+
+    def start(self, pool: WorkerPool, number: int, device: Device, channel: int) -> tuple[Process, FunctionReport]:
+        task = replace(self._first, worker=number, rank=number, device=device.name, folder=pool.folder)
+        if number >= self._first.world_size:
+            task = replace(task, rank=0, world_size=1, is_joiner=True)
+        down_read, down_write = os.pipe()
+        up_read, up_write = os.pipe()
+        descriptors = (down_read, up_write, self._launcher_pipe, channel, self._reserved_port)
+        variables = {**function_variables(task), **device.variables()}
+        try:
+            process: Process | None = None
+            if self._template is not None and device == CPU:
+                process = self._template.fork(descriptors, variables)
+            if process is None:
+                process = subprocess.Popen(  # noqa: S603 - our own interpreter
+                    # -P: the current directory, where others may write, is not searched for the modules of _BOOTSTRAP.
+                    [sys.executable, "-P", "-c", _BOOTSTRAP, *map(str, descriptors)],
+                    pass_fds=descriptors,
+                    stdin=subprocess.DEVNULL,
+                    env=read_settings().for_worker(variables, seed=task.seed),
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(down_write)
+            os.close(up_read)
+            raise
+        finally:
+            os.close(down_read)
+            os.close(up_write)
+        # Another thread, because a worker reads when it has imported torch: the others are started before that.
+        threading.Thread(target=_send, args=(down_write, task), name=f"task of worker {number}", daemon=True).start()
+        self.reports[number] = FunctionReport(pool, up_read)
+        return process, self.reports[number]
+
+    def let_exit(self) -> None:
+        """Let the workers that have reported a result leave their groups and exit."""
+        os.write(self._launcher_end, b"." * len(self.reports))
+
+    def close(self) -> None:
+        os.close(self._launcher_pipe)
+        os.close(self._launcher_end)
+
+
+def _send(task_pipe: int, task: WorkerTask) -> None:
+    # A broken pipe: the worker has ended already, and its exit code is reported.
+    with contextlib.suppress(BrokenPipeError), os.fdopen(task_pipe, "wb") as stream:
+        send_task(stream, sys.path, task)
