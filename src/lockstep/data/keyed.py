@@ -96,8 +96,9 @@ class OwnGenerators:
 
     def has_made(self) -> bool:
         """Whether there are generators that were in no place before: they have not been seeded (local)."""
-        known = {each.path for each in self._found}
-        return any(each.path not in known for each in self.find())
+        before = self._found
+        found = self.find()
+        return found is not before and not {each.path for each in found} <= {each.path for each in before}
 
     def save(self) -> None:
         self._restore_calls = [each.keep_state() for each in self.find()]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import final
 
@@ -110,24 +110,32 @@ class BufferSnapshot:
         self.memory = FlatMemory()
         self._buffers: list[Tensor] = []
         self._whole: list[Tensor] = []
-        self._places: list[tuple[int, int, torch.Size]] = []
+        self._places: list[tuple[int, torch.Size]] = []
         self.names: list[dict[str, Tensor | None]] = []
+        self._layout: tuple[list[int], list[str]] = ([], [])
+        self._named: list[Tensor | None] = []
         self.live: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def record(self) -> None:
-        names = [dict(part) for part in self._parts]
-        buffers = unique_buffers(names)
-        places = _places(buffers)
-        if places == self._places:
+        if self.names and self._are_names_recorded() and _places(self._buffers) == self._places:
             copy_each(self.values, self.live)
-        else:
-            whole = [buffer.data for buffer in buffers]
-            live = list(map(without_repeats, whole))
-            self.is_flat = self._prefers_flat and all(tensor.layout is torch.strided for tensor in live)
-            self.values = self._copy_flat(live) if self.is_flat else [tensor.clone() for tensor in live]
-            self._buffers, self._places, self._whole, self.live = buffers, places, whole, live
-        self.names = names
+            return
+        self.names = [dict(part) for part in self._parts]
+        self._layout, self._named = self._read_layout(), list(_values(self.names))
+        self._buffers = unique_buffers(self.names)
+        self._places = _places(self._buffers)
+        self._whole = [buffer.data for buffer in self._buffers]
+        self.live = list(map(without_repeats, self._whole))
+        self.is_flat = self._prefers_flat and all(tensor.layout is torch.strided for tensor in self.live)
+        self.values = self._copy_flat(self.live) if self.is_flat else [tensor.clone() for tensor in self.live]
+
+    def _are_names_recorded(self) -> bool:
+        """Whether the modules have the recorded tensors, under the recorded names."""
+        return self._read_layout() == self._layout and all(map(is_, _values(self._parts), self._named))
+
+    def _read_layout(self) -> tuple[list[int], list[str]]:
+        return list(map(len, self._parts)), list(chain.from_iterable(self._parts))
 
     def _copy_flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         self.memory.fit(tensors)
@@ -155,18 +163,19 @@ class BufferSnapshot:
 
     def restore_names(self) -> None:
         """Let the model's buffers be the recorded tensors again, whatever is in them."""
+        if self._are_names_recorded():
+            return
         for part, names in zip(self._parts, self.names, strict=True):
-            if part or names:
-                part.clear()
-                part.update(names)
+            part.clear()
+            part.update(names)
 
     def is_other_layout(self, parts: BufferParts) -> bool:
         """Return whether `parts` are other buffers than the recorded ones, or of other shapes."""
         now = list(_tensors(parts))
         if list(map(id, now)) == list(map(id, _tensors(self.names))):
-            shapes = {number: shape for number, _, shape in self._places}
+            shapes = {id(buffer): shape for buffer, (_, shape) in zip(self._buffers, self._places, strict=True)}
             return any(buffer.shape != shapes[id(buffer)] for buffer in now)
-        recorded = {number: whole for (number, _, _), whole in zip(self._places, self._whole, strict=True)}
+        recorded = {id(buffer): whole for buffer, whole in zip(self._buffers, self._whole, strict=True)}
         return describe_buffers(parts) != describe_buffers(self.names, recorded)
 
 
@@ -180,12 +189,12 @@ def without_repeats(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _places(buffers: Sequence[Tensor]) -> list[tuple[int, int, torch.Size]]:
+def _places(buffers: Sequence[Tensor]) -> list[tuple[int, torch.Size]]:
     try:
         addresses = list(map(Tensor.data_ptr, buffers))
     except RuntimeError:  # one is sparse, and has no memory of its own
         addresses = [each.data_ptr() if each.layout is torch.strided else 0 for each in buffers]
-    return list(zip(map(id, buffers), addresses, map(_SHAPE, buffers), strict=True))
+    return list(zip(addresses, map(_SHAPE, buffers), strict=True))
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -213,8 +222,12 @@ def describe_buffers(parts: BufferParts, recorded: Mapping[int, Tensor] = Mappin
     return [{name: describe(buffer) for name, buffer in part.items()} for part in parts]
 
 
+def _values(parts: Iterable[dict[str, Tensor | None]]) -> Iterator[Tensor | None]:
+    return chain.from_iterable(map(dict.values, parts))
+
+
 def _tensors(parts: Iterable[dict[str, Tensor | None]]) -> Iterator[Tensor]:
-    return (buffer for buffer in chain.from_iterable(part.values() for part in parts) if buffer is not None)
+    return (buffer for buffer in _values(parts) if buffer is not None)
 
 
 def unique_buffers(parts: Iterable[dict[str, Tensor | None]]) -> list[Tensor]:

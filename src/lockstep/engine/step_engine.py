@@ -25,7 +25,7 @@ failed here alone, and the worker then has all to finish the step but what that 
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import Final, TypeVar, cast, final
 
 import torch
@@ -80,7 +80,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
 """What errors say that are no `torch.OutOfMemoryError`: of the CPU's allocator, of cuBLAS and cuDNN."""
 
 
-class StepPhase(Enum):
+class StepPhase(IntEnum):
     """What an engine is doing; the top of this module says what belongs to each phase.
 
         IDLE -> PREPARE -> COMPUTE -> REDUCE -> AGREE -> COMMIT -> IDLE -> CLOSED
@@ -247,7 +247,7 @@ class StepEngine:
         self.phase = phase
         if phase is StepPhase.IDLE:
             self._recorder.set_step(self._state.global_step)
-        self._recorder.mark(EventKind.PHASE, phase.value, 0, 0)
+        self._recorder.mark(EventKind.PHASE, phase, 0, 0)
 
     # -- A step that fails ---------------------------------------------------------------------------------------------
 

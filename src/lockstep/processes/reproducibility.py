@@ -26,7 +26,10 @@ REPRODUCIBLE_WORKSPACES = frozenset({CUBLAS_WORKSPACE, ":16:8"})
 """The values of CUBLAS_WORKSPACE_CONFIG under which cuBLAS is reproducible."""
 _ACCELERATORS: Final[tuple[Any, ...]] = (torch.cuda, torch.xpu)
 """Those whose modules have a generator for each device."""
-_TwisterWords: Final = ctypes.c_uint32 * 625
+_NUM_WORDS: Final = 624
+_TwisterWords: Final = ctypes.c_uint32 * (_NUM_WORDS + 1)
+_SEEDING_FACTOR: Final = 1812433253
+"""By what seeding a Mersenne Twister makes each word of the one before."""
 
 
 def seed_generators(seed: int) -> None:
@@ -96,7 +99,7 @@ def seed_host_generators(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
-        _numpy_twister(numpy.random.get_bit_generator()).note_seeded()
+        _numpy_twister(numpy.random.get_bit_generator()).seed = seed % 2**32
 
 
 def _keep_python_state() -> Callable[[], object]:
@@ -131,6 +134,8 @@ class _NumpyTwister:
         self._words: Any = None
         self._without_normal = b""
         """A state of the words that is known to have no second normal number beside them."""
+        self.seed = 0
+        """With which it was seeded last: as long as nothing is drawn, there is no second normal number either."""
         if isinstance(generator, self._random.MT19937):
             words = _TwisterWords.from_address(generator.ctypes.state_address)
             expected = generator.state["state"]
@@ -141,18 +146,21 @@ class _NumpyTwister:
         now = self._read()
         if not now:
             return partial(self._random.set_state, self._random.get_state(legacy=False))
-        if now != self._without_normal:
+        if not self._is_without_normal(now):
             state = self._random.get_state()
             if state[3]:
                 return partial(self._random.set_state, state)
             self._without_normal = now
         return partial(self._put_back, now)
 
-    def note_seeded(self) -> None:
-        self._without_normal = self._read()
+    def _is_without_normal(self, now: bytes) -> bool:
+        if now == self._without_normal:
+            return True
+        second = (_SEEDING_FACTOR * (self.seed ^ self.seed >> 30) + 1) % 2**32
+        return (self._words[0], self._words[1], self._words[_NUM_WORDS]) == (self.seed, second, _NUM_WORDS)
 
     def _put_back(self, kept: bytes) -> None:
-        if self._read() == self._without_normal:
+        if self._is_without_normal(self._read()):
             ctypes.memmove(self._words, kept, len(kept))
         else:
             *key, place = _TwisterWords.from_buffer_copy(kept)

@@ -20,9 +20,10 @@ shard would overwrite the partial, so all gradients are copied as soon as the co
 `torch.cuda.make_graphed_callables` keep their outputs, which reference counts show.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import final
 
 import torch
@@ -72,20 +73,30 @@ class Partials:
         self.kept, self.merged = [], []
 
 
-def take_gradients(parameters: Iterable[nn.Parameter], sparse: set[nn.Parameter] | None = None) -> Gradients:
-    """Take parameters' gradients: all dense, in memory of their own; whose was sparse is added to `sparse`."""
+def take_gradients(
+    parameters: Iterable[nn.Parameter],
+    sparse: set[nn.Parameter] | None = None,
+    target: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
+) -> Gradients:
+    """Take parameters' gradients: all dense, in memory of their own; whose was sparse is added to `sparse`.
+
+    Those in `target` were added to in place, and are left out.
+    """
     taken: Gradients = {}
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
             parameter.grad = None
+            if gradient is target.get(parameter):
+                continue
             if gradient.is_sparse or gradient.requires_grad:
                 if sparse is not None and gradient.is_sparse:
                     sparse.add(parameter)
                 gradient = as_dense(gradient)
             taken[parameter] = gradient
     gradient = None  # it would count as a user of its memory
-    separate(taken)
+    if taken:
+        separate(taken)
     return taken
 
 

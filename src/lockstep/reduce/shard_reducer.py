@@ -312,9 +312,11 @@ class InPlaceAccumulation:
             self.has_nested_backward = True
         if not all(num_added):
             add_zero([gradient for gradient, number in zip(target.values(), num_added, strict=True) if not number])
-        found = take_gradients(self._parameters, self._sparse)
+        found = take_gradients(self._parameters, self._sparse, target)
+        if not rest and not found:
+            return target, 1
         summed = {parameter: found.pop(parameter, gradient) for parameter, gradient in target.items()}
-        return ({**summed, **add_gradients(rest, found)} if rest or found else summed), 1
+        return {**summed, **add_gradients(rest, found)}, 1
 
     def end_in_buckets(self) -> None:
         self._target, self._rest = None, {}
