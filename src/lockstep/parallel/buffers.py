@@ -5,8 +5,6 @@ And `LoadedKeys`, for checkpoints of which nothing was loaded.
 
 import warnings
 from collections.abc import Callable
-from itertools import chain
-from operator import is_
 from typing import Any, Final, final
 
 from torch import Tensor, nn
@@ -16,6 +14,7 @@ from lockstep.comm import TensorBroadcast, World, broadcast_tensors, calls_for
 from lockstep.processes.user_line import CodeLine, stacklevel_of_user, user_line
 from lockstep.recording import EventKind, own_recorder
 from lockstep.reduce import TrainedModel
+from lockstep.reduce.model import Registries
 from lockstep.torch_private.modules import buffer_registry, module_registry
 
 BUFFERS_BEFORE_FORWARD = (
@@ -55,8 +54,7 @@ class ModuleBuffers:
 
     def named(self) -> dict[str, Tensor]:
         """Return them by name, each once: a forward may have put another tensor in a buffer's place."""
-        held = chain.from_iterable(map(dict.values, self._children))
-        if self._lengths != list(map(len, self._children)) or not all(map(is_, self._held, held)):
+        if self._children.have_changed():
             self._find_layers()
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
@@ -73,9 +71,7 @@ class ModuleBuffers:
     def _find_layers(self) -> None:
         root = self._model.module
         named = [] if root is None else list(root.named_modules())
-        self._children: list[dict[str, Any]] = [module_registry(layer) for _, layer in named]
-        self._lengths = list(map(len, self._children))
-        self._held = list(chain.from_iterable(map(dict.values, self._children)))
+        self._children = Registries([module_registry(layer) for _, layer in named])
         self._prefixes = [f"{name}." if name else "" for name, _ in named]
         self._registries = [buffer_registry(layer) for _, layer in named]
 

@@ -203,6 +203,8 @@ class BackwardWatch:
 
     def call_plain(self) -> None:
         """Say that the gradients to come in this graph task need only be counted. [Note: plain arrivals]."""
+        if self.plain_task == self._task:
+            return
         self.plain_task = self._task
         switch = self._switch()
         if switch is not None:

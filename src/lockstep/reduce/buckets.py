@@ -18,10 +18,10 @@ from lockstep.comm import allocate_buffer
 from lockstep.errors import ReductionError
 from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.partials import Gradients, Partials, add_each, add_zero
-from lockstep.reduce.plan import ALIGNMENT_BYTES, BucketPlan, ReductionPlan
+from lockstep.reduce.plan import BucketPlan, ReductionPlan
 from lockstep.reduce.slot import BackwardStreams, Slot, make_streams, make_view
 from lockstep.reduce.status import read_numbers
-from lockstep.reduce.tensor_bits import is_finite, multiply
+from lockstep.reduce.tensor_bits import is_finite, multiply, sum_for_finite_check
 from lockstep.torch_private.modules import (
     REFERENCES_OF_ONE_HOLDER,
     foreach_copy_,
@@ -35,8 +35,7 @@ _PLACE = attrgetter("place")
 _IS_SPARSE = attrgetter("is_sparse")
 _HAS_ARRIVED = attrgetter("has_arrived")
 _LIES_IN_BUCKET = attrgetter("lies_in_bucket")
-_GAP_ELEMENTS = ALIGNMENT_BYTES - 1
-"""There are fewer elements, all zero, between two gradients that follow each other."""
+_IS_SCALED = attrgetter("is_scaled")
 
 
 @final
@@ -120,25 +119,18 @@ class DenseBucket:
         self._total = None
         if scale == 1.0:
             return
-        scaled = [slot.total for slot in self.slots if slot.is_scaled]
-        if self.gradients.is_cpu:
-            parts = self._unscaled_parts() if scaled else [self.gradients]
-            self._total = sum(scaled) + sum(multiply(part, scale, part) for part in parts)
-        elif not scaled:
-            self.gradients.mul_(scale)
-        elif unscaled := [slot.place for slot in self.slots if not slot.is_scaled]:
+        if not any(map(_IS_SCALED, self.slots)):
+            if self.gradients.is_cpu:
+                self._total = multiply(self.gradients, scale, self.gradients)
+            else:
+                self.gradients.mul_(scale)
+            return
+        unscaled = [slot.place for slot in self.slots if not slot.is_scaled]
+        if unscaled:
             foreach_mul_(unscaled, scale)
-
-    def _unscaled_parts(self) -> list[Tensor]:
-        """Return the parts of the message with gradients that are not scaled yet, as few as there can be."""
-        parts: list[tuple[int, int]] = []
-        for slot, start in zip(self.slots, self._offsets, strict=True):
-            if slot.is_scaled:
-                continue
-            begins_part = not parts or parts[-1][1] + _GAP_ELEMENTS < start
-            first = start if begins_part else parts.pop()[0]
-            parts.append((first, start + slot.flat.numel()))
-        return [self.gradients[start:stop] for start, stop in parts]
+        if self.gradients.is_cpu:
+            scaled = sum([slot.total for slot in self.slots if slot.is_scaled])
+            self._total = scaled + float(sum_for_finite_check(unscaled, self.gradients.device))
 
     def name_nonfinite(self) -> str:
         """Return the name of a gradient in the message, on the CPU, that is not finite; empty if all are (local)."""

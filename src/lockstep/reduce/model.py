@@ -9,11 +9,10 @@ numbers.
 
 import hashlib
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from operator import attrgetter, eq, is_
+from operator import attrgetter, is_
 from typing import Any, final
 
 import torch
@@ -24,11 +23,9 @@ from lockstep.comm import World
 from lockstep.errors import ParameterMismatchError
 from lockstep.reduce.plan import ParameterSpec
 from lockstep.reduce.tensor_bits import sum_of_bits
-from lockstep.torch_private.modules import module_registry, parameter_registry
+from lockstep.torch_private.modules import module_registry, parameter_registry, remember_tensors
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
-_KIND = attrgetter("dtype", "device")
-"""What of a parameter changes only where its memory does."""
+_KIND = attrgetter("requires_grad", "dtype", "device", "shape")
 _TRAINING = attrgetter("training")
 _BEFORE_WRAPPING = "Build the model identically on every rank before wrapping it. (LS304)"
 _ARGUMENT = "argument of the wrapper"
@@ -47,6 +44,23 @@ class TrainedParameter:
 
 
 @final
+class Registries:
+    """The dictionaries in which modules keep something, and whether one of them holds something else by now."""
+
+    def __init__(self, registries: Sequence[dict[str, Any]]) -> None:
+        self._filled = [each for each in registries if each]
+        self._empty = [each for each in registries if not each]
+        self._held = self._list_held()
+
+    def have_changed(self) -> bool:
+        held = self._list_held()
+        return any(self._empty) or len(held) != len(self._held) or not all(map(is_, held, self._held))
+
+    def _list_held(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._filled)))
+
+
+@final
 class TrainedModel:
     """The trainable parameters of a module, each once, in registration order.
 
@@ -57,9 +71,6 @@ class TrainedModel:
         self._module = weakref.ref(module)
         self.ignored = frozenset(ignored)
         self._parameters: list[nn.Parameter] = []
-        self._parts: list[dict[str, Any]] = []
-        self._filled: list[dict[str, Any]] = []
-        self._held: list[Any] = []
         self._layers: list[nn.Module] = []
         self.trained: list[TrainedParameter] = []
         self.look()
@@ -80,14 +91,11 @@ class TrainedModel:
         named = self.parameters()
         self._parameters = [parameter for _, parameter in named]
         modules = list(root.modules())
-        self._parts = [part for module in modules for part in (parameter_registry(module), module_registry(module))]
-        self._lengths = list(map(len, self._parts))
-        self._filled = [part for part in self._parts if part]
-        self._held = list(self._list_held())
-        self._require_gradients = list(map(_REQUIRES_GRAD, self._parameters))
-        self._sizes = list(map(Tensor.size, self._parameters))
+        self._registries = Registries(
+            [part for module in modules for part in (parameter_registry(module), module_registry(module))]
+        )
         self._kinds = list(map(_KIND, self._parameters))
-        self._addresses: list[int] | None = None
+        self._are_as_before = remember_tensors(self._parameters)
         children = (module_registry(module).values() for module in modules)
         self._layers = [layer for layer in chain.from_iterable(children) if layer is not None]
         self.trained = [
@@ -97,25 +105,9 @@ class TrainedModel:
         ]
 
     def has_changed(self) -> bool:
-        return not (
-            self._lengths == list(map(len, self._parts))
-            and all(map(is_, self._held, self._list_held()))
-            and self._require_gradients == list(map(_REQUIRES_GRAD, self._parameters))
-            # One after the other: a list of hundreds of tuples would make the garbage collector run in each step.
-            and all(map(eq, self._sizes, map(Tensor.size, self._parameters)))
-            and self._has_same_kinds()
+        return self._registries.have_changed() or not (
+            self._are_as_before(*self._parameters) or list(map(_KIND, self._parameters)) == self._kinds
         )
-
-    def _has_same_kinds(self) -> bool:
-        """Return whether dtypes and devices are the same: they are where all parameters lie where they lay before."""
-        addresses: list[int] | None = None
-        with suppress(RuntimeError):  # one has no memory of its own
-            addresses = list(map(Tensor.data_ptr, self._parameters))
-        if addresses is not None and addresses == self._addresses and 0 not in addresses:
-            return True
-        is_same = all(map(eq, self._kinds, map(_KIND, self._parameters)))
-        self._addresses = addresses if is_same else None
-        return is_same
 
     def drop_gradients(self) -> None:
         """Let no parameter have a gradient, trained or not, as `zero_grad` does; the model has not changed (local)."""
@@ -141,10 +133,6 @@ class TrainedModel:
     def modes(self) -> list[bool]:
         """Return of each layer within, as they were seen, whether it is in training mode, always in the same order."""
         return list(map(_TRAINING, self._layers))
-
-    def _list_held(self) -> Iterator[Any]:
-        """Return the parameters and layers of all modules, of those that hold any."""
-        return chain.from_iterable(map(dict.values, self._filled))
 
 
 def _describe_parameter(name: str, parameter: nn.Parameter, *, is_sparse: bool) -> ParameterSpec:

@@ -218,9 +218,9 @@ def _glance(tensor: Tensor) -> Tensor:
 def multiply(source: Tensor, scale: float, out: Tensor) -> float:
     """Write `source` times `scale` to `out`, of one shape and perhaps one memory; return the sum of the result (local).
 
-    [Note: sums for finite checks] Both are on the CPU.
+    [Note: sums for finite checks] Both are on the CPU, and `out` has no holes.
     """
-    if source.stride() != out.stride() or not torch.ops.aten.is_non_overlapping_and_dense(out):
+    if source.stride() != out.stride():
         return float(_sum(_as_real(torch.mul(source, scale, out=out))))
     total = 0.0
     length = _CHUNK_ELEMENTS * torch.get_num_threads()

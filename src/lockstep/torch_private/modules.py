@@ -48,6 +48,17 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 non_persistent_buffer_names: Callable[[nn.Module], Collection[str]] = attrgetter("_non_persistent_buffers_set")
 """The names of a module's own buffers that its `state_dict` leaves out: for a checkpoint that must warn of them."""
 
+def remember_tensors(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return what says, given these tensors again, that none has another dtype, device, shape, or `requires_grad`.
+
+    One call in C++ for all of them, which the compiler makes before it runs a compiled function. It may also say no
+    where nothing has changed but the strides, or autocast was switched. For: seeing at little cost whether a model has
+    changed.
+    """
+    guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return guards.check  # type: ignore[no-any-return]
+
+
 forward_pre_hooks: Callable[[nn.Module], Mapping[int, Any]] = attrgetter("_forward_pre_hooks")
 """A module's forward pre-hooks by number: for finding those of a wrapper that is gone."""
 
