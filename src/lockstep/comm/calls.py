@@ -5,12 +5,11 @@ compare it byte for byte and a person reads it in the message.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -24,30 +23,33 @@ LONGEST_CALL = 1000
 _PURPOSE: Final = ContextVar("what the calls of this thread are for", default="")
 
 
-@contextmanager
-def calls_for(purpose: str) -> Iterator[None]:
+def calls_for(purpose: str) -> "_Described":
     """Add a purpose to the descriptions of the calls within: the user who reads them did not write these calls.
 
     It is the same on every rank: they compare it.
     """
-    with _described(f" for {purpose}" if purpose else ""):
-        yield
+    return _Described(f" for {purpose}" if purpose else "")
 
 
-@contextmanager
-def calls_of(layout: str) -> Iterator[None]:
+def calls_of(layout: str) -> "_Described":
     """Add a description of tensors that travel as bytes to those of the calls within."""
-    with _described(f"{_PURPOSE.get()}{LAYOUT_MARK}{layout}"):
-        yield
+    return _Described(f"{_PURPOSE.get()}{LAYOUT_MARK}{layout}")
 
 
-@contextmanager
-def _described(further: str) -> Iterator[None]:
-    before = _PURPOSE.set(further)
-    try:
-        yield
-    finally:
-        _PURPOSE.reset(before)
+@final
+class _Described:
+    """A block with a further description of its calls: a class, as each step has several."""
+
+    __slots__ = ("_before", "_further")
+
+    def __init__(self, further: str) -> None:
+        self._further = further
+
+    def __enter__(self) -> None:
+        self._before = _PURPOSE.set(self._further)
+
+    def __exit__(self, *_: object) -> None:
+        _PURPOSE.reset(self._before)
 
 
 def describe_call(operation: str, tensors: tuple[tuple[torch.dtype, torch.Size], ...], detail: str = "") -> bytes:

@@ -71,7 +71,6 @@ class TrainedModel:
         self._module = weakref.ref(module)
         self.ignored = frozenset(ignored)
         self._parameters: list[nn.Parameter] = []
-        self._layers: list[nn.Module] = []
         self.trained: list[TrainedParameter] = []
         self.look()
 

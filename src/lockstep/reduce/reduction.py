@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import AllreduceOptions, ProcessGroup
 
 from lockstep.comm import OrderedReductions, World, calls_for
 from lockstep.errors import GroupError, ReductionError
@@ -229,8 +228,16 @@ class TreeReduction:
 
 def start_all_reduce(message: Tensor, group: ProcessGroup | None, *, waits: bool) -> Finish:
     """Start to add up a message (collective)."""
-    work = dist.all_reduce(message, group=group, async_op=not waits)
-    return do_nothing if work is None else work.wait
+    assert group is not None
+    options = AllreduceOptions()
+    options.asyncOp = not waits
+    # Not dist.all_reduce, which takes as long as the call itself.
+    work = group.allreduce([torch.view_as_real(message) if message.is_complex() else message], options)
+    if not waits:
+        return work.wait
+    if work is not None:  # some backends have ended the call by now
+        work.wait()
+    return do_nothing
 
 
 def do_nothing() -> None:

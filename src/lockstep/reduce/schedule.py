@@ -279,7 +279,7 @@ class BucketSchedule:
         numbers, _ = self._status.receive()
         buckets = self._bucket_set.buckets
         self.used_counts = read_used_counts(buckets, (index for index, bucket in enumerate(buckets) if bucket.absent))
-        return read_status(numbers)
+        return read_status(tuple(numbers))
 
     def _exchange_over_hosts(self, status: RankStatus) -> GroupStatus:
         """Send the status in a message of its own, and return that of all ranks (collective)."""
@@ -300,7 +300,7 @@ class BucketSchedule:
         for bucket in buckets:
             self.used_counts.append(counts[: len(bucket.slots)])
             counts = counts[len(bucket.slots) :]
-        return read_status(numbers)
+        return read_status(tuple(numbers))
 
     def _raise_cut_off(self, ranks: Sequence[int]) -> None:
         """Raise the error of a group that cannot be used any more. [Note: a rank that is cut off]."""

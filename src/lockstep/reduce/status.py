@@ -20,6 +20,7 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, final
 
 import torch
@@ -40,6 +41,8 @@ _NUM_DIGITS = {"batch_size": 3, "num_backwards": 1, "comparison": 4, "inputs": 2
 _OF_ALL_RANKS = ("batch_sizes", "nums_backwards", "comparisons", "inputs", "gradients", "nonfinite")
 """What `GroupStatus` calls them."""
 _NUM_PER_RANK = 1 + sum(_NUM_DIGITS.values())
+_NUM_KEPT = 16
+"""So many statuses are kept with their numbers: as a rule it is the same one in step after step."""
 
 COMPARISON_LIMIT = _BASE ** _NUM_DIGITS["comparison"]
 """What `RankStatus.comparison` must be below."""
@@ -100,7 +103,8 @@ def status_length(world_size: int) -> int:
     return _NUM_PER_RANK * world_size
 
 
-def write_status(status: RankStatus, rank: int, world_size: int) -> list[float]:
+@lru_cache(maxsize=_NUM_KEPT)
+def write_status(status: RankStatus, rank: int, world_size: int) -> Sequence[float]:
     """Return the numbers that `rank` adds."""
     flags = _FAILED * status.has_failed + _CHANGED * status.has_changed + _EMPTY * status.is_empty
     own: list[float] = [float(flags)]
@@ -109,7 +113,8 @@ def write_status(status: RankStatus, rank: int, world_size: int) -> list[float]:
     return [*[0.0] * (_NUM_PER_RANK * rank), *own, *[0.0] * (_NUM_PER_RANK * (world_size - rank - 1))]
 
 
-def read_status(numbers: Sequence[float]) -> GroupStatus:
+@lru_cache(maxsize=_NUM_KEPT)
+def read_status(numbers: tuple[float, ...]) -> GroupStatus:
     """Return the status of all ranks, from the sums of their numbers."""
     whole = list(map(round, numbers))
     flags, *columns = (whole[column::_NUM_PER_RANK] for column in range(_NUM_PER_RANK))

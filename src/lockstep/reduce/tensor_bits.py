@@ -220,10 +220,10 @@ def multiply(source: Tensor, scale: float, out: Tensor) -> float:
 
     [Note: sums for finite checks] Both are on the CPU, and `out` has no holes.
     """
-    if source.stride() != out.stride():
+    length = _CHUNK_ELEMENTS * torch.get_num_threads()
+    if out.numel() <= length or source.stride() != out.stride():
         return float(_sum(_as_real(torch.mul(source, scale, out=out))))
     total = 0.0
-    length = _CHUNK_ELEMENTS * torch.get_num_threads()
     for before, after in zip(_in_memory(source).split(length), _in_memory(out).split(length), strict=True):
         torch.mul(before, scale, out=after)
         total += float(_sum(_as_real(after)))

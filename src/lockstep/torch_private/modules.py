@@ -48,6 +48,7 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 non_persistent_buffer_names: Callable[[nn.Module], Collection[str]] = attrgetter("_non_persistent_buffers_set")
 """The names of a module's own buffers that its `state_dict` leaves out: for a checkpoint that must warn of them."""
 
+
 def remember_tensors(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return what says, given these tensors again, that none has another dtype, device, shape, or `requires_grad`.
 
@@ -56,7 +57,7 @@ def remember_tensors(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     changed.
     """
     guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    return guards.check  # type: ignore[no-any-return]
+    return guards.check
 
 
 forward_pre_hooks: Callable[[nn.Module], Mapping[int, Any]] = attrgetter("_forward_pre_hooks")

@@ -54,7 +54,7 @@ def write_all(ranks: list[RankStatus], dtype: torch.dtype) -> list[Tensor]:
 def test_what_ranks_say_comes_through_a_sum_in_any_dtype(ranks: list[RankStatus], dtype: torch.dtype) -> None:
     numbers = one_after_another(write_all(ranks, dtype)).tolist()
     assert len(numbers) == status_length(len(ranks))
-    assert read_status(numbers) == GroupStatus(
+    assert read_status(tuple(numbers)) == GroupStatus(
         failed=tuple(rank for rank, each in enumerate(ranks) if each.has_failed),
         changed=tuple(rank for rank, each in enumerate(ranks) if each.has_changed),
         empty=tuple(rank for rank, each in enumerate(ranks) if each.is_empty),
@@ -79,7 +79,7 @@ def test_more_ranks_than_half_precision_can_count(size: int, dtype: torch.dtype)
     ranks = [RankStatus(has_changed=True, has_failed=rank % 7 == 0, batch_size=rank) for rank in range(size)]
     parts = write_all(ranks, dtype)
     for add in (one_after_another, in_a_tree):
-        status = read_status(add(parts).tolist())
+        status = read_status(tuple(add(parts).tolist()))
         assert status.changed == tuple(range(size))
         assert status.failed == tuple(range(0, size, 7))
         assert status.batch_sizes == tuple(range(size))

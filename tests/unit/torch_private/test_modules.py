@@ -31,6 +31,7 @@ from lockstep.torch_private.modules import (
     non_persistent_buffer_names,
     optimizer_step_pre_hooks,
     parameter_registry,
+    remember_tensors,
     separate_registries,
     set_precision_attributes,
     set_state_dict_versions,
@@ -400,3 +401,19 @@ def test_a_scaler_that_forgets_an_optimizer_can_unscale_its_gradients_again() ->
         scaler.unscale_(optimizer)
         assert str(weight.grad) == "tensor([1.])"
         forget_scaling(scaler, optimizer)
+
+
+def test_tensors_are_remembered_without_what_training_changes() -> None:
+    parameters = [nn.Parameter(torch.zeros(2, 3)) for _ in range(2)]
+    are_as_before = remember_tensors(parameters)
+    with torch.no_grad():
+        parameters[0].add_(1)
+        assert are_as_before(*parameters), CHANGES
+        parameters[1].requires_grad_(False)
+        assert not are_as_before(*parameters), CHANGES
+    parameters[1].requires_grad_(True)
+    parameters[1].data = torch.ones(2, 3)
+    assert are_as_before(*parameters), CHANGES
+    for other in (torch.zeros(3, 2), torch.zeros(6), torch.zeros(2, 3, dtype=torch.float64)):
+        parameters[1].data = other
+        assert not are_as_before(*parameters), CHANGES

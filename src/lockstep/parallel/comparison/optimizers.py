@@ -110,9 +110,9 @@ class StepHook:
 
 
 def _call_before(optimizer: Optimizer) -> None:
-    before, held = _HELD.get(optimizer, ()), _list_parameters(optimizer)
-    if len(before) != len(held) or not all(map(is_, before, held)):
-        _HELD[optimizer] = held
+    before, lists = _HELD.get(optimizer, ()), [group["params"] for group in optimizer.param_groups]
+    if len(before) != sum(map(len, lists)) or not all(map(is_, before, chain.from_iterable(lists))):
+        _HELD[optimizer] = _list_parameters(optimizer)
     for reference in tuple(_LISTENERS):
         listener = reference()
         if listener is not None:
