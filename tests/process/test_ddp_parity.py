@@ -6,11 +6,9 @@ Scenarios run on two ranks that see different inputs, each when a test first loo
 import copy
 import io
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.process.ranks import RankPool, call_on_ranks, join_default_group
 from tests.process.scenarios import Answers, ScenarioAnswers, answers_of
 from torch import Tensor, nn
@@ -257,22 +255,11 @@ def overlap(rank: int, answers: Answers) -> None:
     """Note how many buckets are under way when the first layer's gradient, the last to come, is computed."""
     net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     model = ls.DistributedDataParallel(net, bucket_cap_mb=0.01)
-    sent: list[int] = []
-    all_reduce = dist.all_reduce
-
-    def counting(tensor: Tensor, **options: Any) -> Any:
-        sent.append(tensor.numel())
-        return all_reduce(tensor, **options)
-
-    dist.all_reduce = counting  # type: ignore[assignment]
-    try:
-        model(inputs_of(rank, 0, 2, 64)).sum().backward()  # the first one shows what a backward of this model does
-        sent.clear()
-        net[0].weight.register_hook(lambda _gradient: answers.__setitem__("sent before the end", len(sent)))
-        model(inputs_of(rank, 0, 2, 64)).sum().backward()
-    finally:
-        dist.all_reduce = all_reduce
-    answers["sent in all"] = len(sent)
+    schedule = model.reducer.schedule
+    model(inputs_of(rank, 0, 2, 64)).sum().backward()  # the first one shows what a backward of this model does
+    net[0].weight.register_hook(lambda _gradient: answers.__setitem__("sent before the end", schedule.num_buckets_sent))
+    model(inputs_of(rank, 0, 2, 64)).sum().backward()
+    answers["sent in all"] = schedule.num_buckets_sent
 
 
 def copies(rank: int, answers: Answers) -> None:
