@@ -120,8 +120,8 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, pause: Pause = no_pause)
         ) from error
 
 
-def load_checkpoint(path: Path, device: torch.device | str = "cpu", *, check: bool = True) -> Checkpoint:
-    """Read a checkpoint; no code in it is executed (local)."""
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint to the CPU; no code in it is executed (local)."""
     header, manifest = read_verified_header(path)
     model: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
@@ -131,9 +131,9 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu", *, check: bo
             for info in header.tensors:
                 tensor = _read_tensor(file, info, header.num_bytes + info.begin)
                 name = info.name
-                if check and checksum(raw_bytes(tensor)) != manifest.checksums.get(name):
+                if checksum(raw_bytes(tensor)) != manifest.checksums.get(name):
                     damaged.append(name)
-                (optimizer if name.startswith(OPTIMIZER_PREFIX) else model)[name] = tensor.to(device)
+                (optimizer if name.startswith(OPTIMIZER_PREFIX) else model)[name] = tensor
     except (OSError, RuntimeError) as error:  # RuntimeError: out of memory
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}. (LS702)") from error
     if damaged:

@@ -19,9 +19,9 @@ import typer
 from lockstep.cli.failures import FAILURE_EXIT
 from lockstep.cli.main import command
 from lockstep.doctor.scripts import Level, ScriptFinding, check_source
+from lockstep.doctor.slow import step_starts
 from lockstep.errors import UsageError, counted
-from lockstep.recording.file_format import EventKind
-from lockstep.recording.reading import FileEvents, read_recording
+from lockstep.recording.reading import read_recording
 from lockstep.settings import read_settings
 
 _MOST_SECONDS: Final = 120.0
@@ -153,13 +153,7 @@ def _end(job: "subprocess.Popen[bytes]") -> None:
 
 def _count_steps(folder: Path) -> int:
     files = [file for each in folder.glob("lockstep-*/*") for file in read_recording(each)]
-    return min((_steps_of(file) for file in files if not file.is_launchers), default=0)
-
-
-def _steps_of(file: FileEvents) -> int:
-    kinds = file.table["kind"]
-    prepared = (kinds == EventKind.PHASE) & (file.table["index"] == 2)  # noqa: PLR2004 - PREPARE
-    return max(int(prepared.sum()), int((kinds == EventKind.BACKWARD).sum()))
+    return min((len(step_starts(file.table)) for file in files if not file.is_launchers), default=0)
 
 
 COMMAND = command(check)

@@ -64,14 +64,8 @@ def predict(
     start = open_parts(parts, describe_job(request))
     if start:
         typer.echo(f"continuing after {start:,} samples, which are in {parts}")
-    num_samples = call_on_saved(
-        predict_worker,
-        saved,
-        replace(request, start=start),
-        code=code,
-        force=force,
-        is_quiet=False,
-    )
+    request = replace(request, start=start)
+    num_samples = call_on_saved(predict_worker, saved, request, code=code, force=force, is_quiet=False)
     found = find_parts(parts)
     if not found or found[-1][1] != num_samples:
         raise UsageError(f"{parts} has changed meanwhile, and is not complete. Start the command again. (LS814)")

@@ -51,7 +51,7 @@ def _show(found: Sequence[ListedRun], differences: Sequence[Mapping[str, Any]]) 
         table.add_row(
             Text(str(run.path)),
             Text(run.state, _STYLES.get(run.state, "red")),
-            _progress(run),
+            f"{run.epoch}/{run.epochs or '?'}" + (f", step {run.step}" if run.step else ""),
             Text("\n".join(_measured(run))),
             (run.digest or "")[:_SHOWN_DIGITS],
             (run.started or "")[:16].replace("T", " "),
@@ -65,11 +65,6 @@ def _show(found: Sequence[ListedRun], differences: Sequence[Mapping[str, Any]]) 
             )
         elif run.reason:
             console.print(f"{run.path} failed: {run.reason}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _progress(run: ListedRun) -> str:
-    done = f"{run.epoch}/{run.epochs or '?'}"
-    return f"{done}, step {run.step}" if run.step else done
 
 
 def _measured(run: ListedRun) -> list[str]:

@@ -70,8 +70,8 @@ class Verdict:
     kind: str
     """"running", "stalled", "ended", "failed" or "empty"."""
     text: str
-    advice: str
-    ranks: tuple[int, ...]
+    advice: str = ""
+    ranks: tuple[int, ...] = ()
     is_certain: bool = False
     """Whether a job that stands still does so for a reason that no healthy one has: somebody is waited for, say."""
     is_starting: bool = False
@@ -122,7 +122,7 @@ def diagnose(
 ) -> Verdict:
     """Return what is the matter with a job, of whose ranks `elsewhere` nothing is recorded here."""
     if not workers:
-        return Verdict(kind="empty", text="The recording holds no worker.", advice="", ranks=())
+        return Verdict(kind="empty", text="The recording holds no worker.")
     failed = [worker for worker in workers if worker.failed]
     if all(worker.has_ended for worker in workers):
         return _ended(workers, failed)
@@ -148,7 +148,7 @@ def diagnose(
     if max(worker.seconds for worker in living) < stall_seconds:
         steps = [worker.activity.step for worker in living]
         where = f"step {steps[0]}" if len(set(steps)) == 1 else f"steps {min(steps)} to {max(steps)}"
-        return Verdict(kind="running", text=f"{_count(living)} in {where}; nobody stands still.", advice="", ranks=())
+        return Verdict(kind="running", text=f"{_count(living)} in {where}; nobody stands still.")
     if elsewhere and all(_is_waiting(worker) for worker in culprits or living):
         return _waits_elsewhere(living, elsewhere)
     if culprits:
@@ -173,7 +173,6 @@ def _in_one_call(living: Sequence[WorkerState]) -> Verdict:
             "Their messages do not arrive: look at the network between the hosts, or the link between the devices "
             "(`lockstep devices --test`)."
         ),
-        ranks=(),
         is_certain=first.seconds > 0,
     )
 
@@ -203,7 +202,7 @@ def _waits_elsewhere(living: Sequence[WorkerState], elsewhere: Sequence[int]) ->
 def _ended(workers: Sequence[WorkerState], failed: Sequence[WorkerState]) -> Verdict:
     step = max(worker.activity.step for worker in workers)
     if not failed:
-        return Verdict(kind="ended", text=f"The job has ended, after {step} steps.", advice="", ranks=())
+        return Verdict(kind="ended", text=f"The job has ended, after {step} steps.")
     known = [worker for worker in failed if worker.how_ended] or failed
     if all(not worker.how_ended for worker in failed):
         text = (
@@ -213,7 +212,7 @@ def _ended(workers: Sequence[WorkerState], failed: Sequence[WorkerState]) -> Ver
         advice = (
             "Look for the kernel's out-of-memory killer (dmesg, journalctl -k) and for limits of the job's scheduler."
         )
-        return Verdict(kind="failed", text=text, advice=advice, ranks=())
+        return Verdict(kind="failed", text=text, advice=advice)
     first = known[0]
     line = f", at {first.activity.line}" if first.activity.line else ""
     text = (
@@ -331,7 +330,6 @@ def _apart(living: Sequence[WorkerState]) -> Verdict:
         kind="stalled",
         text=f"The ranks wait for each other, in different calls or at different lines: {lines}.",
         advice="Look for a branch or a loop that differs between ranks: all must make the same calls in one order.",
-        ranks=(),
         is_certain=True,
     )
 

@@ -81,8 +81,6 @@ class TimeUse:
     came_last: float
     """In which part of the waiting in collectives it was the last to come, for which the others waited."""
     pid: int = 0
-    begin_ns: int = 0
-    """When the first of these steps began."""
     shards_per_step: float = 0.0
     """How many shards it runs in a step; 0 for a wrapper."""
     samples_per_step: float = 0.0
@@ -111,7 +109,8 @@ def find_slow(
 
     `load` is how many processes run or wait for a core on this host; 0 if that is not known.
     """
-    last_of_rank = {each.header.rank: each for each in sorted(files, key=_last_begin)}
+    by_last_begin = sorted(files, key=lambda each: int(each.table["begin"].max()) if len(each.table) else 0)
+    last_of_rank = {each.header.rank: each for each in by_last_begin}
     files = [each for _, each in sorted(last_of_rank.items())]  # ranks may have been given to others
     offsets = clock_offsets(files)
     arrivals = [
@@ -131,10 +130,6 @@ def find_slow(
     used_by_job = cores_used_together([*samples.values()])
     causes = {use.rank: _causes(use, samples[use.pid], looks.get(use.pid), load, used_by_job) for use in uses}
     return _judge(uses, {rank: found for rank, found in causes.items() if found})
-
-
-def _last_begin(file: FileEvents) -> int:
-    return int(file.table["begin"].max()) if len(file.table) else 0
 
 
 def _samples_of(usage: Sequence[UsageSample], looks: Looks | None) -> Sequence[UsageSample]:
@@ -168,7 +163,7 @@ def _time_use(
     last: Mapping[int, tuple[int, int]],
 ) -> TimeUse | None:
     table = file.table
-    starts = _step_starts(table)
+    starts = step_starts(table)
     if len(starts) <= _FEWEST_STEPS:
         return None
     starts = starts[-_MOST_STEPS - 1 :]
@@ -213,7 +208,6 @@ def _time_use(
         shares=shares,
         came_last=num_last / max(num, 1),
         pid=file.header.pid,
-        begin_ns=begin,
         shards_per_step=int(is_shard.sum()) / (len(starts) - 1),
         samples_per_step=int(table["size"][is_shard].sum()) / (len(starts) - 1),
         callback=_longest_callback(file, table[is_within & (table["kind"] == EventKind.CALLBACK)]),
@@ -227,7 +221,7 @@ def _longest_callback(file: FileEvents, rows: NDArray[Any]) -> str:
     return file.text(spent.most_common(1)[0][0]) if spent else ""
 
 
-def _step_starts(table: NDArray[Any]) -> NDArray[Any]:
+def step_starts(table: NDArray[Any]) -> NDArray[Any]:
     """Return when steps began: their first phase, or the forward of a wrapper that is followed by a backward."""
     prepared = table["begin"][(table["kind"] == EventKind.PHASE) & (table["index"] == 2)]  # noqa: PLR2004 - PREPARE
     if len(prepared):

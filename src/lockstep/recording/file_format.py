@@ -87,7 +87,7 @@ class EventKind(IntEnum):
 class FileHeader:
     """Its fields are in the order of `FIXED` and `CHANGING`."""
 
-    version: int
+    version: int = VERSION
     capacity: int
     """How many events the ring holds."""
     pid: int
@@ -107,10 +107,10 @@ class FileHeader:
     """Boot of the host: monotonic clocks of processes of one boot agree."""
     rank: int
     world_size: int
-    generation: int
-    ended_ns: int
+    generation: int = 0
+    ended_ns: int = 0
     """When it ended its recording itself; 0 if it did not."""
-    exit_code: int
+    exit_code: int = -1
     """With which exit code, if it is known; else -1."""
 
 

@@ -41,7 +41,6 @@ from lockstep.recording.file_format import (
     RING_START,
     TEXT_BYTES,
     TEXT_SHIFT,
-    VERSION,
     EventKind,
     FileHeader,
     file_bytes,
@@ -230,7 +229,6 @@ def open_recorder(
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = _free_path(directory, "launcher" if worker == LAUNCHER else f"worker-{worker}")
         header = FileHeader(
-            version=VERSION,
             capacity=capacity,
             pid=os.getpid(),
             stack_signal=0 if worker == LAUNCHER else write_stacks_on_signal(path.with_suffix(".stacks")),
@@ -243,9 +241,6 @@ def open_recorder(
             boot=boot_id(),
             rank=rank,
             world_size=world_size,
-            generation=0,
-            ended_ns=0,
-            exit_code=-1,
         )
         recorder.open(path, header)
     except OSError:

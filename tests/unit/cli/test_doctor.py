@@ -26,7 +26,7 @@ def test_memory_and_load_of_the_workers_gpus_are_shown_and_who_else_is_on_them()
     assert found[other].startswith("1,024 MiB on GPU 0, busy 97 %")
     assert "GPU 1" not in found[other]
     worker = WorkerState(rank=0, pid=pid, activity=Activity(doing="has ended", since_ns=0), seconds=0.0, facts=None)
-    verdict = Verdict(kind="running", text="All is well.", advice="", ranks=())
+    verdict = Verdict(kind="running", text="All is well.")
     console = Console(width=250, record=True, file=io.StringIO())
     examination = Examination(recording=Path("r"), program="", workers=(worker,), stacks={}, verdict=verdict)
     print_examination(examination, console, with_stacks=False, gpus=found)

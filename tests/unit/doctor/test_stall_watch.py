@@ -23,7 +23,7 @@ from lockstep.recording import LAUNCHER, NULL_WORKER_RECORDER, EventKind, Worker
 from lockstep.recording.reading import read_file
 from lockstep.settings import Settings
 
-STALLED = Verdict(kind="stalled", text="", advice="", ranks=(), is_certain=True)
+STALLED = Verdict(kind="stalled", text="", is_certain=True)
 
 
 @pytest.fixture
@@ -250,9 +250,9 @@ def test_a_worker_that_has_not_come_to_lockstep_is_named(tmp_path: Path) -> None
     ("verdict", "silence", "expected"),
     [
         (STALLED, 3.0, True),
-        (Verdict(kind="stalled", text="", advice="", ranks=()), 3.0, False),
-        (Verdict(kind="stalled", text="", advice="", ranks=()), 16.0, True),
-        (Verdict(kind="running", text="", advice="", ranks=()), 16.0, False),
+        (Verdict(kind="stalled", text=""), 3.0, False),
+        (Verdict(kind="stalled", text=""), 16.0, True),
+        (Verdict(kind="running", text=""), 16.0, False),
     ],
 )
 def test_long_work_of_which_nobody_waits_is_given_more_time(verdict: Verdict, silence: float, expected: bool) -> None:

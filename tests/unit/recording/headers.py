@@ -3,12 +3,11 @@
 import os
 
 from lockstep.processes.host import boot_id, start_ticks
-from lockstep.recording.file_format import VERSION, FileHeader
+from lockstep.recording.file_format import FileHeader
 
 
 def header(*, rank: int = 0, capacity: int = 16, boot: str = "", opened_ns: int = 0) -> FileHeader:
     return FileHeader(
-        version=VERSION,
         capacity=capacity,
         pid=os.getpid(),
         stack_signal=0,
@@ -21,7 +20,4 @@ def header(*, rank: int = 0, capacity: int = 16, boot: str = "", opened_ns: int 
         boot=boot or boot_id(),
         rank=rank,
         world_size=2,
-        generation=0,
-        ended_ns=0,
-        exit_code=-1,
     )
