@@ -4,15 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from lockstep.recording.file_format import GROUP_SHIFT, EventKind
+from lockstep.recording.file_format import GROUP_SHIFT, EventKind, StepPhase
 from lockstep.recording.reading import FileEvents, OneEvent
 
 _TURNS: Final = (EventKind.FORWARD, EventKind.GENERATION)
 _WITHIN_A_TURN: Final = (EventKind.SHARD, EventKind.BACKWARD, EventKind.REDUCING, EventKind.BUCKET, EventKind.LOADING)
 """What has ended, with an error, when the next forward of a wrapper, or another set of workers, begins."""
-_OUTSIDE: Final = (1, 7)
+_OUTSIDE: Final = (StepPhase.IDLE, StepPhase.CLOSED)
 """The phases in which a trainer does nothing."""
-_UPDATE: Final = 6
 _FEWEST_SHARDS: Final = 4
 """From so many shards it is known how long one takes."""
 _OWN_WORK: Final = (EventKind.SHARD, EventKind.LOADING, EventKind.EVALUATING)
@@ -21,16 +20,15 @@ _SAVING: Final = {
     "copy": "copies the state to save it",
     "save": "writes a checkpoint",
 }
-PHASE_NAMES: Final = {
-    1: "between two steps",
-    2: "prepares a step",
-    3: "computes",
-    4: "reduces gradients",
-    5: "agrees on the step",
-    6: "updates the model",
-    7: "has closed its trainer",
+PHASE_NAMES: Final[dict[int, str]] = {
+    StepPhase.IDLE: "between two steps",
+    StepPhase.PREPARE: "prepares a step",
+    StepPhase.COMPUTE: "computes",
+    StepPhase.REDUCE: "reduces gradients",
+    StepPhase.AGREE: "agrees on the step",
+    StepPhase.COMMIT: "updates the model",
+    StepPhase.CLOSED: "has closed its trainer",
 }
-"""The phases of `lockstep.engine.step_engine`, by their numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +112,7 @@ def _is_starting(file: FileEvents) -> bool:
     table = file.table
     if len(table) and not (table["kind"] == EventKind.STARTED).any():  # the oldest events are gone
         return False
-    updates = (table["kind"] == EventKind.PHASE) & (table["index"] == _UPDATE)
+    updates = (table["kind"] == EventKind.PHASE) & (table["index"] == StepPhase.COMMIT)
     backwards = (table["kind"] == EventKind.BACKWARD) & (table["end"] > 0)
     return not bool((updates | backwards).any())
 

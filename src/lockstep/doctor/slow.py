@@ -24,7 +24,7 @@ from lockstep.doctor.stacks import read_main_stack, take_stack
 from lockstep.doctor.system import read_usage
 from lockstep.processes.host import boot_id
 from lockstep.processes.user_line import find_user_stack_line
-from lockstep.recording.file_format import EventKind
+from lockstep.recording.file_format import EventKind, StepPhase
 from lockstep.recording.reading import FileEvents, clock_offsets
 
 PARTS: Final = (
@@ -34,7 +34,6 @@ PARTS: Final = (
 """The parts of a worker's time; the last is what nothing was recorded of: the loop, printing."""
 _TOGETHER: Final = frozenset({"waiting", "communication"})
 """The parts in which all workers take part."""
-_AGREE, _COMMIT = 5, 6
 _MOST_STEPS: Final = 500
 _FEWEST_STEPS: Final = 3
 _OFTEN: Final = 0.6
@@ -183,7 +182,7 @@ def _time_use(
         return int(lengths[(phases["begin"][positions] >= begin) & (phases["begin"][positions] < end)].sum())
 
     waiting, transferring, num_last, num = _split(own, last, begin - offset, end - offset)
-    joint = spent(EventKind.REDUCING) + in_phase(_AGREE)
+    joint = spent(EventKind.REDUCING) + in_phase(StepPhase.AGREE)
     waiting_part = waiting / max(waiting + transferring, 1)
     work = spent(EventKind.SHARD) or _forward_and_backward(table, begin, end)
     saving = table[is_within & (table["kind"] == EventKind.SAVING)]
@@ -194,7 +193,7 @@ def _time_use(
         "forward and backward": max(work - spent(EventKind.REDUCING), 0),
         "waiting": joint * waiting_part,
         "communication": joint * (1 - waiting_part),
-        "update": in_phase(_COMMIT),
+        "update": in_phase(StepPhase.COMMIT),
         "saving": int((saving["end"] - saving["begin"])[is_blocking].sum()) if len(saving) else 0,
         "evaluating": spent(EventKind.EVALUATING),
         "callbacks": spent(EventKind.CALLBACK),
@@ -223,7 +222,7 @@ def _longest_callback(file: FileEvents, rows: NDArray[Any]) -> str:
 
 def step_starts(table: NDArray[Any]) -> NDArray[Any]:
     """Return when steps began: their first phase, or the forward of a wrapper that is followed by a backward."""
-    prepared = table["begin"][(table["kind"] == EventKind.PHASE) & (table["index"] == 2)]  # noqa: PLR2004 - PREPARE
+    prepared = table["begin"][(table["kind"] == EventKind.PHASE) & (table["index"] == StepPhase.PREPARE)]
     if len(prepared):
         return np.asarray(prepared)
     return np.asarray(table["begin"][table["kind"] == EventKind.BACKWARD])

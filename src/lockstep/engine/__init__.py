@@ -17,7 +17,7 @@ from lockstep.engine.evaluation import Mean, Metric, accuracy
 from lockstep.engine.run_state import RunState
 from lockstep.engine.saving import LoadedState
 from lockstep.engine.shard_runs import Loss
-from lockstep.engine.step_engine import StepEngine, StepPhase
+from lockstep.engine.step_engine import StepEngine
 from lockstep.engine.step_table import StepResult
 from lockstep.engine.trainer import Trainer
 from lockstep.engine.user_function import StepPlace
@@ -29,7 +29,6 @@ __all__ = [
     "Metric",
     "RunState",
     "StepEngine",
-    "StepPhase",
     "StepPlace",
     "StepResult",
     "Trainer",

@@ -23,9 +23,10 @@ from lockstep.engine.evaluation import read_values
 from lockstep.engine.member import Member
 from lockstep.engine.run_state import RunState
 from lockstep.engine.state_parts import Stateful
-from lockstep.engine.step_engine import StepEngine, StepPhase
+from lockstep.engine.step_engine import StepEngine
 from lockstep.engine.step_table import StepAgreement, StepResult
 from lockstep.errors import GroupError, counted
+from lockstep.recording.file_format import StepPhase
 from lockstep.reduce.model import Description
 from lockstep.shards import even_ranges
 

@@ -25,7 +25,6 @@ failed here alone, and the worker then has all to finish the step but what that 
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from enum import IntEnum, auto
 from typing import Final, TypeVar, cast, final
 
 import torch
@@ -54,6 +53,7 @@ from lockstep.engine.update import Update
 from lockstep.engine.written_parameters import WrittenParameters
 from lockstep.errors import GroupError, LossError, ReductionError, UnusableStateError
 from lockstep.recording import EventKind, own_recorder
+from lockstep.recording.file_format import StepPhase
 from lockstep.reduce import TrainedModel, check_same_model
 from lockstep.reduce.model import Description
 
@@ -80,27 +80,6 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
 """What errors say that are no `torch.OutOfMemoryError`: of the CPU's allocator, of cuBLAS and cuDNN."""
 
 
-class StepPhase(IntEnum):
-    """What an engine is doing; the top of this module says what belongs to each phase.
-
-        IDLE -> PREPARE -> COMPUTE -> REDUCE -> AGREE -> COMMIT -> IDLE -> CLOSED
-                   |          |          |        |        |
-                   +----------+----------+--------+--------+--> IDLE
-
-    The lower arrows are those of a step that fails. From the first four phases all that lasts is as it was before the
-    step, on every worker. From COMMIT it is so too if the failed call has written nothing; else the trainer cannot be
-    used before a checkpoint is loaded. `StepEngine` makes every transition in one method.
-    """
-
-    IDLE = auto()
-    PREPARE = auto()
-    COMPUTE = auto()
-    REDUCE = auto()
-    AGREE = auto()
-    COMMIT = auto()
-    CLOSED = auto()
-
-
 ALLOWED_TRANSITIONS: Final = {
     StepPhase.IDLE: {StepPhase.PREPARE, StepPhase.CLOSED},
     StepPhase.PREPARE: {StepPhase.COMPUTE, StepPhase.IDLE},
@@ -110,6 +89,16 @@ ALLOWED_TRANSITIONS: Final = {
     StepPhase.COMMIT: {StepPhase.IDLE},
     StepPhase.CLOSED: set[StepPhase](),
 }
+"""Which phase may follow on which; the top of this module says what belongs to each.
+
+    IDLE -> PREPARE -> COMPUTE -> REDUCE -> AGREE -> COMMIT -> IDLE -> CLOSED
+               |          |          |        |        |
+               +----------+----------+--------+--------+--> IDLE
+
+The lower arrows are those of a step that fails. From the first four phases all that lasts is as it was before the step,
+on every worker. From COMMIT it is so too if the failed call has written nothing; else the trainer cannot be used before
+a checkpoint is loaded. `StepEngine` makes every transition in one method.
+"""
 
 
 @final

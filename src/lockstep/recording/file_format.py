@@ -49,7 +49,7 @@ class EventKind(IntEnum):
     STARTED = 1
     ENDED = 2
     PHASE = 3
-    """A phase of a step began, index = its number; the one before has ended with that."""
+    """A phase of a step began, index = its `StepPhase`; the one before has ended with that."""
     SHARD = 4
     """Forward and backward of shard `index`."""
     LOADING = 5
@@ -81,6 +81,18 @@ class EventKind(IntEnum):
     """What a worker has used, as the launcher saw it: index = its process, size = the number, text = of what."""
     CALLBACK = 20
     """A moment of the user's callback; the text names both."""
+
+
+class StepPhase(IntEnum):
+    """What a trainer is doing, the number of an event of the kind `PHASE`; the numbers never change their meaning."""
+
+    IDLE = 1
+    PREPARE = 2
+    COMPUTE = 3
+    REDUCE = 4
+    AGREE = 5
+    COMMIT = 6
+    CLOSED = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

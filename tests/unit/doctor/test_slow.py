@@ -13,10 +13,10 @@ from tests.unit.recording.headers import header
 from lockstep.doctor.report import slow_to_json
 from lockstep.doctor.slow import find_slow
 from lockstep.doctor.slow_causes import UsageSample
-from lockstep.recording.file_format import EventKind
+from lockstep.recording.file_format import EventKind, StepPhase
 from lockstep.recording.reading import EVENT_TYPE, FileEvents
 
-PREPARE, COMPUTE, REDUCE, AGREE, COMMIT, IDLE = 2, 3, 4, 5, 6, 1
+IDLE, PREPARE, COMPUTE, REDUCE, AGREE, COMMIT, _CLOSED = StepPhase
 
 
 def recorded(rank: int, parts: Mapping[str, int], other: Mapping[str, int], num_steps: int = 20) -> FileEvents:

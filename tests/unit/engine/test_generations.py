@@ -14,7 +14,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.comm import World
-from lockstep.engine import StepPhase
+from lockstep.recording.file_format import StepPhase
 from lockstep.torch_private.autograd import post_accumulate_grad_hooks
 
 SWITCH = 2

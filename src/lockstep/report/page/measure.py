@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.recording import EventKind
+from lockstep.recording.file_format import EventKind, StepPhase
 from lockstep.report.page.run_data import RunData
 
 NUMBERS: Final = (1, 2, 4, 6, 8, 16)
@@ -30,13 +30,18 @@ _QUARTILES: Final = (25, 50, 75)
 _FIRST_STEPS = 2
 """So many steps at the beginning of a recording are left out: they make buffers, and choose kernels."""
 _FEWEST = 3
-_IDLE, _PREPARE, COMPUTE, _REDUCE, AGREE, _COMMIT = 1, 2, 3, 4, 5, 6
 _BETWEEN: Final = {
     "loading": EventKind.LOADING,
     "evaluating": EventKind.EVALUATING,
     "saving": EventKind.SAVING,
 }
-_OF_PHASE: Final = {_PREPARE: "rest", COMPUTE: "compute", _REDUCE: "gradients", AGREE: "others", _COMMIT: "update"}
+_OF_PHASE: Final = {
+    StepPhase.PREPARE: "rest",
+    StepPhase.COMPUTE: "compute",
+    StepPhase.REDUCE: "gradients",
+    StepPhase.AGREE: "others",
+    StepPhase.COMMIT: "update",
+}
 _SECOND: Final = 1e9
 
 
@@ -192,8 +197,9 @@ def step_parts(table: NDArray[Any]) -> dict[int, StepParts]:
     """Return the parts of each step in a recording, by its number; of one worker."""
     found = phases(table)
     whole = _by_step(found[:, 3], found[:, 1] - found[:, 0])
-    computing = found[found[:, 2] == COMPUTE]
-    agreeing = _by_step(found[found[:, 2] == AGREE, 3], np.diff(found[found[:, 2] == AGREE, :2])[:, 0])
+    computing = found[found[:, 2] == StepPhase.COMPUTE]
+    agreed = found[found[:, 2] == StepPhase.AGREE]
+    agreeing = _by_step(agreed[:, 3], agreed[:, 1] - agreed[:, 0])
     reducing = dict(_events(table, EventKind.REDUCING))
     loading = dict(_events(table, EventKind.LOADING))
     shards = table[(table["kind"] == EventKind.SHARD) & (table["end"] > 0)]
@@ -247,7 +253,7 @@ def time_shares(table: NDArray[Any]) -> dict[str, float]:
     for phase, share in _OF_PHASE.items():
         chosen = found[found[:, 2] == phase]
         shares[share] += float((chosen[:, 1] - chosen[:, 0]).sum()) / _SECOND
-    idle = found[found[:, 2] == _IDLE, :2]
+    idle = found[found[:, 2] == StepPhase.IDLE, :2]
     between = float((idle[:, 1] - idle[:, 0]).sum()) / _SECOND
     for share, kind in _BETWEEN.items():
         rows = table[(table["kind"] == kind) & (table["end"] > 0)]

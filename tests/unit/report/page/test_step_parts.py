@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lockstep.recording import EventKind
+from lockstep.recording.file_format import EventKind, StepPhase
 from lockstep.report.page.measure import forecast_steps, measure_tables, step_parts
 
 FIELDS = ("number", "begin", "end", "kind", "text", "step", "index", "size")
 MILLISECOND = 1_000_000
-PREPARE, COMPUTE, REDUCE, AGREE, COMMIT, IDLE = 2, 3, 4, 5, 6, 1
+IDLE, PREPARE, COMPUTE, REDUCE, AGREE, COMMIT, _CLOSED = StepPhase
 
 
 def recorded(shards: Sequence[float], arrives: float, send: float, num_steps: int = 8) -> NDArray[Any]:
