@@ -174,7 +174,7 @@ class Bound:
         if directory is None:
             return ""
         try:
-            files = [each for each in read_recording(directory) if each.header.worker >= 0]
+            files = [each for each in read_recording(directory) if not each.is_launchers]
         except OSError:
             return ""
         found = find_slow(files)

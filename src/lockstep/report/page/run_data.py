@@ -40,7 +40,7 @@ class RunData:
     @property
     def workers(self) -> list[FileEvents]:
         files = sorted(
-            (each for each in self.recording if each.header.worker >= 0),
+            (each for each in self.recording if not each.is_launchers),
             key=lambda each: (each.header.opened_wall_ns, each.header.generation),
         )
         last = files[-1:]  # a run that was resumed has files of the workers before
