@@ -70,7 +70,6 @@ class Channel:
         self._send({"report": what, **fields})
 
     def keep_alive(self, user: object) -> None:
-        """Hold an object as long as this channel is there."""
         self._kept.append(user)
 
     def abandon(self, user: object) -> None:

@@ -197,7 +197,6 @@ class ChannelServer:
             self._flush(selector, connection)
 
     def _flush(self, selector: selectors.BaseSelector, connection: _Connection) -> None:
-        """Send as much as the worker takes now."""
         try:
             while connection.unsent:
                 num_sent = connection.socket.send(connection.unsent)

@@ -10,7 +10,7 @@ joined are set aside, and join at a later boundary: the others may be in an eval
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -24,25 +24,14 @@ _LOSS_SECONDS = 1.0
 """After a worker has reported that it lost another: how long until the launcher must have seen that one end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedWorker:
-    """A worker that has ended and that the others need no more."""
-
-    worker: int
-    pid: int
-    reason: str
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a worker has answered to the question whether it is there."""
 
     number: int
-    """Of the question."""
     waits: bool
     """Whether its main thread waits for other workers."""
     calls: int
-    """How many calls of its trainers it has completed."""
     place: str
     """The line that its main thread runs."""
 
@@ -60,9 +49,7 @@ class WorkerReports:
     lost_loading: list[tuple[int, Message]] = field(default_factory=list)
     """Workers of which a loading process was killed, with the reports about it."""
     over: set[int] = field(default_factory=set)
-    """Workers that make no calls any more."""
     alive: dict[int, Answer] = field(default_factory=dict)
-    """The last answer of each."""
     heard_at: dict[int, float] = field(default_factory=dict)
     raised: list[tuple[int, list[str]]] = field(default_factory=list)
     """Scripts whose main thread has raised, with the threads that keep them from ending."""
@@ -146,7 +133,6 @@ class Continuation:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every member has joined the present generation."""
         return self._settled is self.generation
 
     @property
@@ -175,13 +161,13 @@ class Continuation:
         """Workers that the others need: of the present generation, and those that leave after the step under way."""
         return (*self.generation.workers, *self._leaving)
 
-    def continue_without(self, ended: Collection[EndedWorker]) -> bool:
-        """Continue without these workers, if possible; return whether it is."""
+    def continue_without(self, ended: Mapping[int, str]) -> bool:
+        """Continue without these workers, which ended for these reasons, if possible; return whether it is."""
         self._server.settle()  # a new worker may have joined before another was lost, and then has the state of the run
         self.receive_reports()
         if self._is_over:  # also for who was to leave: the launch must not wait on as if nothing had failed
             return False
-        lost = {each.worker for each in ended}
+        lost = set(ended)
         # Who was to leave has, if a member has joined without it.
         were_to_leave = () if self._joined else self._leaving
         present = [worker for worker in self.members if worker in {*self.generation.workers, *were_to_leave}]
@@ -202,16 +188,15 @@ class Continuation:
         if decided is before:  # a new worker alone was lost: the members leave the generation that they were to make
             decided = Generation(number=before.number + 1, workers=holders)
         described: list[dict[str, object]] = [
-            {"rank": self._rank_of(each.worker), "pid": each.pid, "reason": each.reason}
-            for each in ended
-            if each.worker in present
+            {"rank": self._rank_of(worker), "pid": self.pids[worker], "reason": reason}
+            for worker, reason in ended.items()
+            if worker in present
         ]
         self._set_aside(self._new - lost)
         self._announce(decided, new=set(), lost=described)
         return True
 
     def _set_aside(self, new: set[int]) -> None:
-        """Let new workers that have not joined wait for a later generation."""
         self.members = [worker for worker in self.members if worker not in self._new]
         self.reports.waiting = [*sorted(new), *self.reports.waiting]
         for worker in new:
@@ -295,7 +280,6 @@ class Continuation:
             self._follow(worker, what)
 
     def _follow(self, worker: int, what: str) -> None:
-        """Take in how far a worker is on its way into the present generation."""
         if what == "meets" and self._meeting is not None:
             self._meeting.add(worker)
         elif what in {"has_state", "joined"}:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # the commands that connect need no workers
     from lockstep.launch.worker_pool import WorkerPool
 
 CONTROL_NAME = ".control"
-"""The name of the socket in the folder of the launch."""
 _PIECE_BYTES = 4096
 _MOST_BYTES = 1 << 16
 """A request is not longer."""

@@ -10,11 +10,10 @@ importing torch.
 import builtins
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.devices import Placement
 from lockstep.settings import LAUNCHED
 
 if TYPE_CHECKING:  # `lockstep run` needs no pickles
@@ -26,14 +25,11 @@ NOTICE = (
     "init_process_group are Lockstep's in this run. Everything else is torch's, FSDP for example. To restore torch's: "
     "lockstep.drop_in.undo()."
 )
-"""The line that is printed once, at the start."""
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
-"""The network interface that Gloo uses."""
 _MODULE = "lockstep.drop_in"
 
 
 def place_variables(*, rank: int, local_rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return torch's variables about a worker, where all are on this host."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
@@ -56,28 +52,6 @@ def function_variables(task: "WorkerTask") -> dict[str, str]:
     }
 
 
-def torchrun_variables(rank: int, world_size: int, *, is_served: bool) -> dict[str, str]:
-    """Return what torchrun sets besides; `is_served`: the launcher serves the rendezvous, and not rank 0."""
-    return {
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(world_size),
-        "TORCHELASTIC_USE_AGENT_STORE": str(is_served),
-    }
-
-
-def device_variables(placement: Placement, rank: int, *, own_card_only: bool) -> Mapping[str, str]:
-    """Return the variables that show a worker all cards of the launch, in rank order, or only its own."""
-    return placement.devices[rank].variables() if own_card_only else placement.variables_of_all()
-
-
-def share_cores(num_cores: int, num_workers: int) -> int:
-    """Return how many threads each worker gets by default."""
-    return max(num_cores // num_workers, 1)
-
-
 def has_drop_in(python_path: str | None) -> bool:
     return STARTUP_FOLDER in (python_path or "").split(os.pathsep)
 
@@ -87,7 +61,6 @@ def with_drop_in(python_path: str | None) -> str:
 
 
 def with_folder(python_path: str | None, folder: str) -> str:
-    """Return the PYTHONPATH with this folder before all others."""
     return os.pathsep.join([folder, *([python_path] if python_path else [])])
 
 

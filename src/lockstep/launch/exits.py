@@ -148,7 +148,6 @@ def has_users_frame(traceback: str, libraries: tuple[str, ...] = LIBRARIES) -> b
 
 
 def _blocks(lines: Sequence[str]) -> list[list[str]]:
-    """Cut a traceback into those of its chained exceptions, each of which begins with the header."""
     blocks: list[list[str]] = [[]]
     for line in lines:
         if line == _HEADER and blocks[-1]:
@@ -205,7 +204,6 @@ class OomKills:
     group: int | None
     """Because this process' control group, such as a container, reached its memory limit."""
     host: int | None
-    """On the whole host, for any reason."""
 
 
 def read_oom_kills(root: Path = Path("/")) -> OomKills:

@@ -107,21 +107,16 @@ class FunctionReport:
 
     def _receive(self) -> bool:
         """Read what the worker has written; return False when nothing more will come."""
-        is_open = self._read()
+        is_open = False
+        try:
+            while self._pipe >= 0 and (chunk := os.read(self._pipe, 1 << 20)):
+                self._received += chunk
+        except BlockingIOError:
+            is_open = True
         self.report = read_report(self._received)
         if not is_open:
             self._closed_at = min(self._closed_at, time.monotonic())
         return is_open and self.report is None
-
-    def _read(self) -> bool:
-        """Read what there is; return False at the end of the pipe."""
-        if self._pipe < 0:
-            return False
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._pipe, 1 << 20):
-                self._received += chunk
-            return False
-        return True
 
 
 @final

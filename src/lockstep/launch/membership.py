@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     number: int
-    """Counted from 0."""
     workers: tuple[int, ...]
     """Numbers of the worker processes, in rank order."""
 
@@ -38,8 +37,6 @@ class WorkerLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What became of workers since the last generation was made."""
-
     lost: Collection[int] = ()
     """Workers that have ended, or that were killed because they did not answer."""
     leaving: Collection[int] = ()
@@ -51,7 +48,6 @@ class Changes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
     reason: str
-    """Why, and what to do."""
 
 
 def next_generation(current: Generation, changes: Changes, limits: WorkerLimits) -> Generation | Stop:
@@ -84,7 +80,6 @@ class Wishes:
     leaving: Collection[int] = ()
     """Workers that have asked to leave, or whose device was asked for."""
     arrived: Sequence[int] = ()
-    """New workers that are ready, in that order."""
 
 
 def planned_changes(current: Generation, wishes: Wishes, limits: WorkerLimits) -> Changes:
@@ -107,9 +102,7 @@ def planned_changes(current: Generation, wishes: Wishes, limits: WorkerLimits) -
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RespawnLimit:
     count: int
-    """At most so many times ..."""
     seconds: float
-    """... in so many seconds."""
 
 
 def may_respawn(limit: RespawnLimit, respawned_at: Sequence[float], now: float) -> bool:

@@ -51,7 +51,6 @@ class Run:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTask:
     worker: int
-    """Number of the worker; no other worker of the launch has it."""
     rank: int
     """Its rank at first; 0 for a worker that joins later."""
     world_size: int
@@ -64,13 +63,11 @@ class WorkerTask:
     seed: int
     parent_pid: int
     argv: tuple[str, ...]
-    """The launcher's `sys.argv`."""
     is_from_ipython: bool
     """Whether the launcher is a shell of IPython, whose built-in functions the function may call."""
     recording: str
     """The folder where it records what it does; empty for none."""
     capacity: int
-    """How many events it keeps there."""
     folder: str
     """For temporary files; the launcher has it deleted when all have ended. Empty for none."""
     call: bytes
@@ -82,15 +79,11 @@ class Report:
     """How a worker's function ended."""
 
     rank: int
-    """Number of the worker."""
     time: float
     """When it ended, on the host's monotonic clock, in seconds."""
     result: bytes | None
-    """What it returned, pickled; None if it failed."""
     reason: str
-    """One line on the failure; empty without one."""
     traceback: str
-    """The traceback; empty without one."""
     error: bytes | None
     """The exception, pickled; None if it cannot be pickled."""
     has_left: bool = False

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, final
 
@@ -83,7 +84,6 @@ class Tail:
             del self._bytes[:-TAIL_BYTES]
 
     def text(self) -> str:
-        """Return the kept end as text; bytes that are not UTF-8 are replaced."""
         return self._bytes.decode(errors="replace")
 
 
@@ -127,7 +127,6 @@ class Relays:
         return written, tail
 
     def finish(self) -> None:
-        """Let the relays end: every worker has ended."""
         if self._over_writer >= 0:
             os.close(self._over_writer)
             self._over_writer = -1
@@ -140,76 +139,66 @@ class Relays:
 
 
 @final
+@dataclass(slots=True, kw_only=True)
 class _Relay:
-    def __init__(
-        self,
-        *,
-        source: int,
-        over: int,
-        target: int,
-        terminal: threading.Lock,
-        cutter: LineCutter | None,
-        log: BinaryIO | None,
-        tail: Tail,
-    ) -> None:
-        self._source = source
-        self._over = over
-        self._target = target
-        self._terminal = terminal
-        self._cutter = cutter
-        self._log = log
-        self._tail = tail
-        self._is_shown = True
-        self._was_full = False
-        self._num_left_bytes = _PIPE_BYTES
+    source: int
+    over: int
+    target: int
+    terminal: threading.Lock
+    cutter: LineCutter | None
+    log: BinaryIO | None
+    tail: Tail
+    is_shown: bool = True
+    was_full: bool = False
+    num_left_bytes: int = _PIPE_BYTES
 
     def run(self) -> None:
         """Forward until the pipe ends, or until all workers have ended and it is empty."""
         try:
             while chunk := self._read():
                 now = time.monotonic()
-                self._tail.add(chunk, now)
+                self.tail.add(chunk, now)
                 self._write_log(chunk)
-                self._show(chunk if self._cutter is None else self._cutter.feed(chunk, now))
-                if not self._is_shown and self._log is None:
+                self._show(chunk if self.cutter is None else self.cutter.feed(chunk, now))
+                if not self.is_shown and self.log is None:
                     return  # the terminal is closed, so the worker's pipe is closed too, as without a launcher
-            if self._cutter is not None:
-                self._show(self._cutter.finish())
+            if self.cutter is not None:
+                self._show(self.cutter.finish())
         finally:
-            os.close(self._source)
-            if self._log is not None:
-                self._log.close()
+            os.close(self.source)
+            if self.log is not None:
+                self.log.close()
 
     def _read(self) -> bytes:
         """Return the next chunk; nothing at the end."""
-        ready = wait_to_read(self._source, self._over)
-        chunk = os.read(self._source, _CHUNK_BYTES) if self._source in ready else b""
-        if self._over in ready:
+        ready = wait_to_read(self.source, self.over)
+        chunk = os.read(self.source, _CHUNK_BYTES) if self.source in ready else b""
+        if self.over in ready:
             # A process that a worker has started may still write.
-            self._num_left_bytes -= len(chunk)
-        return chunk if self._num_left_bytes >= 0 else b""
+            self.num_left_bytes -= len(chunk)
+        return chunk if self.num_left_bytes >= 0 else b""
 
     def _write_log(self, chunk: bytes) -> None:
-        if self._log is None:
+        if self.log is None:
             return
         try:
-            write_all(self._log.fileno(), chunk)
+            write_all(self.log.fileno(), chunk)
         except OSError as error:  # a full disk is no reason to stop the worker
-            self._show(f"warning: writing to {self._log.name} has failed: {error.strerror}.\n".encode())
-            self._log.close()
-            self._log = None
+            self._show(f"warning: writing to {self.log.name} has failed: {error.strerror}.\n".encode())
+            self.log.close()
+            self.log = None
 
     def _show(self, text: bytes) -> None:
-        if not self._is_shown or not text:
+        if not self.is_shown or not text:
             return
-        with self._terminal:
+        with self.terminal:
             try:
-                write_all(self._target, text)
+                write_all(self.target, text)
             except OSError as error:
                 if error.errno not in _FULL:  # closed at the other end, as by `| head`
-                    self._is_shown = False
-                elif not self._was_full:
-                    self._was_full = True
+                    self.is_shown = False
+                elif not self.was_full:
+                    self.was_full = True
                     print_message(f"warning: some of the workers' output is lost: {error.strerror}.")
 
 

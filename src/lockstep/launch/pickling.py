@@ -119,7 +119,6 @@ def _refer_to(obj: object) -> tuple[Callable[..., Any], tuple[str, str]] | None:
 
 
 def _resolve(module: str, path: str) -> object:
-    """Return a module, or the object with this dotted path in it."""
     importlib.import_module(module)
     found: Any = sys.modules[module]  # a module may replace its own entry with another object
     for name in filter(None, path.split(".")):
@@ -132,7 +131,6 @@ def _make_code(code: CodeType, file: str) -> CodeType:
 
 
 def _make_lru_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
-    """Return a function with an empty cache."""
     cached: Callable[..., Any] = functools.lru_cache(**parameters)(function)
     return cached
 
@@ -145,8 +143,6 @@ def _make_cached_property(function: Callable[[Any], Any], name: str) -> "functoo
 
 @dataclass(frozen=True, slots=True)
 class Unpicklable:
-    """A value that cannot be pickled although all its known parts can."""
-
     location: str
     """Where it is: "the global variable `state.lock` that `load` uses"."""
     value: object
@@ -215,7 +211,6 @@ class _Search:
         return None
 
     def _parts(self, location: _Location, value: Any) -> Iterable[_Part]:
-        """Return the values that are pickled with a value."""
         match value:
             case FunctionType():
                 return _function_parts(value) if value.__globals__.get("__name__") in self._modules else ()

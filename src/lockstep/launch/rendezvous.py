@@ -24,7 +24,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,21 +99,7 @@ def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
 def _serve_when_asked(listener: socket.socket, over: int) -> None:
     """Pass connections of this user on to a store, until `over` is closed at its other end."""
     with GuardedStore() as store:
-
-        def connect() -> socket.socket:
-            try:
-                return store.connect()
-            except OSError as error:
-                print_message(f"error: The rendezvous of this launch cannot be served: {error}")
-                raise
-
-        Forwarding(listener, over, connect, _report_stranger).run()
-
-
-def _report_stranger(name: str) -> None:
-    print_message(
-        f"lockstep: warning: the user {name} has connected to the rendezvous of this launch, and was not let in."
-    )
+        Forwarding(listener, over, store).run()
 
 
 @final
@@ -183,23 +169,12 @@ class _Side:
 
 @final
 class Forwarding:
-    """Accepts connections, and passes on those of this user (one thread), until `over` can be read.
+    """Accepts connections, and passes on those of this user to the store (one thread), until `over` can be read."""
 
-    `connect` is called for each of them; where it raises an `OSError`, the connection is closed. `on_stranger` gets the
-    name of each other user once.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        over: int,
-        connect: Callable[[], socket.socket],
-        on_stranger: Callable[[str], None],
-    ) -> None:
+    def __init__(self, listener: socket.socket, over: int, store: GuardedStore) -> None:
         self._listener = listener
         self._over = over
-        self._connect = connect
-        self._on_stranger = on_stranger
+        self._store = store
         self._strangers: set[int] = set()
         self._selector = selectors.DefaultSelector()
 
@@ -235,11 +210,15 @@ class Forwarding:
             connection.close()
             if user is not None and user not in self._strangers:
                 self._strangers.add(user)
-                self._on_stranger(_name_of(user))
+                print_message(
+                    f"lockstep: warning: the user {_name_of(user)} has connected to the rendezvous of this launch, and "
+                    "was not let in."
+                )
             return
         try:
-            here, there = _Side(connection), _Side(self._connect())
-        except OSError:
+            here, there = _Side(connection), _Side(self._store.connect())
+        except OSError as error:
+            print_message(f"error: The rendezvous of this launch cannot be served: {error}")
             connection.close()
             return
         here.other, there.other = there, here
@@ -320,7 +299,6 @@ _SO_ATTACH_FILTER = 26
 _LOAD_HALF, _JUMP_IF_EQUAL, _RETURN = 0x28, 0x15, 0x06
 """Instructions: load two bytes of the packet, compare, keep as many bytes as the operand says."""
 _SOURCE_PORT = 0
-"""Where in a TCP header the source port is."""
 _WHOLE = 0xFFFFFFFF
 _NUM_REMEMBERED = 128
 """The last packet of a handshake may come when the next connection is made already. A jump reaches 255 instructions."""
@@ -386,13 +364,11 @@ _LOCAL, _REMOTE, _STATE, _USER, _INODE = 1, 2, 3, 7, 9
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpSocket:
     local: str
-    """Its own address, as `kernel_address` writes it."""
     remote: str
     state: int
     user: int
     """The id of the user who made it; 0 also for one that is closed."""
     inode: int
-    """Its number; 0 if it is closed."""
 
     @property
     def is_open(self) -> bool:
@@ -405,7 +381,6 @@ class TcpSocket:
 
 
 def kernel_address(address: tuple[str, int]) -> str:
-    """Return an IPv4 address and a port as the kernel writes them."""
     (number,) = struct.unpack("=I", socket.inet_aton(address[0]))
     return f"{number:08X}:{address[1]:04X}"
 

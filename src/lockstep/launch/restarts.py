@@ -83,7 +83,6 @@ class Elastic:
 
 
 FIXED = Elastic()
-"""No worker is replaced or ended."""
 
 
 class LostWorkersError(WorkerFailedError):
@@ -110,7 +109,6 @@ class CallToStart:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartAgain:
     min_workers: int
-    """With fewer the launch fails."""
     is_unchanged: Callable[[], bool]
     """Returns whether no worker has begun to train: nothing was written."""
     resume: Callable[[], tuple[str, bytes]]

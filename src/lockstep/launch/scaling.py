@@ -73,7 +73,6 @@ class Scaling:
     # -- What is wanted ------------------------------------------------------------------------------------------------
 
     def let_go(self, worker: int) -> None:
-        """Let a worker leave, without another in its place."""
         if worker not in self._leaving:
             self._leaving.add(worker)
             self.num_wanted -= 1
@@ -119,7 +118,6 @@ class Scaling:
             self._continuation.tell_of_loading_loss(worker, report, goes_on=goes_on)
 
     def take_end(self, worker: Worker) -> None:
-        """Take note of a worker that has ended: lost, left, or never joined."""
         number = worker.number
         was_new = self._new.pop(number, None) is not None
         was_leaving = number in self._leaving
@@ -198,7 +196,6 @@ class Scaling:
             self._new[worker.number] = worker
 
     def _find_devices(self, number: int) -> list[Device]:
-        """Return devices for new workers; `DeviceError` where there are none."""
         if all(worker.device.name == CPU.name for worker in self._pool.workers.values()):
             return [CPU] * number
         return list(place_workers(f"auto:{number}", force=self._force).devices)

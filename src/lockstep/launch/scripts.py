@@ -27,16 +27,7 @@ from lockstep.devices import Device, Placement, count_cores
 from lockstep.errors import WorkerFailedError, WorkerFailure
 from lockstep.launch import script_entry
 from lockstep.launch.continuation import Continuation
-from lockstep.launch.environment import (
-    LOOPBACK_INTERFACE,
-    NOTICE,
-    device_variables,
-    place_variables,
-    share_cores,
-    torchrun_variables,
-    with_drop_in,
-    with_folder,
-)
+from lockstep.launch.environment import LOOPBACK_INTERFACE, NOTICE, place_variables, with_drop_in, with_folder
 from lockstep.launch.exits import (
     GRACE_SECONDS,
     RAISED_SECONDS,
@@ -84,15 +75,12 @@ class ScriptJob:
     local_rank_option: str = ""
     """The option that passes the local rank to the script: "--local-rank" or "--local_rank"; empty for none."""
     has_prefix: bool = True
-    """Whether the lines of several workers begin with their rank."""
     log_dir: Path | None = None
     """The directory for log files of the workers' output; None for no log files."""
     drop_in: bool = False
-    """Whether Python processes of the workers have Lockstep's classes in place of torch's."""
     num_restarts: int = 0
     """How often the workers were started before, for TORCHELASTIC_RESTART_COUNT."""
     max_restarts: int = 0
-    """How often they may be started again after a failure; see `restarts.py`."""
     grace_seconds: float = GRACE_SECONDS
     """How long workers may take to end after the first signal, before they get SIGKILL."""
 
@@ -102,10 +90,9 @@ class ScriptJob:
 
     @property
     def threads(self) -> str:
-        """OMP_NUM_THREADS of each worker."""
         if self.num_threads is not None:
             return str(self.num_threads)
-        return read_settings().num_threads() or str(share_cores(count_cores(), self.world_size))
+        return read_settings().num_threads() or str(max(count_cores() // self.world_size, 1))
 
     def describe(self) -> str:
         threads = "1 thread" if self.threads == "1" else f"{self.threads} threads"
@@ -120,7 +107,6 @@ class Ending:
     """The exit code of the command: 0 for success; the exit code of the worker that failed first, or 128 + N if signal
     N ended it; 75 if all workers have exited with 75 after a signal to the launcher."""
     message: str
-    """The message for the user; empty after success."""
     is_failure: bool = False
     """Whether a worker has failed; not where a signal to the launcher has stopped the workers."""
 
@@ -185,8 +171,6 @@ def run_script(job: ScriptJob) -> Ending:
 
 @final
 class StoppedError(Exception):
-    """A signal has asked the launcher to stop."""
-
     def __init__(self, signal: Signals) -> None:
         super().__init__(signal.name)
         self.signal = signal
@@ -307,7 +291,7 @@ class ScriptWorkers:
     ) -> tuple[subprocess.Popen[bytes], ScriptOutput]:
         job = self._job
         environment = {
-            **_environment(job, number, self._rendezvous, is_piped=self._relays is not None),
+            **script_variables(job, number, self._rendezvous, is_piped=self._relays is not None),
             **self._recording,
             "TORCHELASTIC_RUN_ID": self._run_id,
             **channel_variables(channel, self._rendezvous.port, pool.folder),
@@ -361,27 +345,33 @@ class ScriptWorkers:
             self._relays.finish()
 
 
-def _environment(job: ScriptJob, rank: int, rendezvous: Rendezvous, *, is_piped: bool) -> dict[str, str]:
+def script_variables(job: ScriptJob, rank: int, rendezvous: Rendezvous, *, is_piped: bool) -> dict[str, str]:
     """Return all variables of a worker: those of the launch, else the user's, else our defaults."""
     local_rank = 0 if job.own_card_only else rank
     defaults = {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if is_piped:
         defaults["PYTHONUNBUFFERED"] = "1"
-    if job.placement.devices[0].name == "cpu":
+    devices = job.placement.devices
+    if devices[0].name == "cpu":
         defaults |= FREED_MEMORY_VARIABLES
-    # LAUNCHED is cleared: these are not workers of `ls.launch`, although one of those may have started this launcher.
-    overrides = {
-        **place_variables(rank=rank, local_rank=local_rank, world_size=job.world_size, port=rendezvous.port),
-        **torchrun_variables(rank, job.world_size, is_served=rendezvous.is_served),
-        "TORCHELASTIC_RESTART_COUNT": str(job.num_restarts),
-        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-        **device_variables(job.placement, rank, own_card_only=job.own_card_only),
-        LAUNCHED: "",
-        "OMP_NUM_THREADS": job.threads,
-    }
     own = read_settings()
     python_path = with_drop_in(own.python_path()) if job.drop_in else own.python_path()
-    overrides["PYTHONPATH"] = with_folder(python_path, _STARTUP_FOLDER)
+    overrides = {
+        **place_variables(rank=rank, local_rank=local_rank, world_size=job.world_size, port=rendezvous.port),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(job.world_size),
+        "TORCHELASTIC_USE_AGENT_STORE": str(rendezvous.is_served),
+        "TORCHELASTIC_RESTART_COUNT": str(job.num_restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        **(devices[rank].variables() if job.own_card_only else job.placement.variables_of_all()),
+        # Cleared: these are not workers of `ls.launch`, although one of those may have started this launcher.
+        LAUNCHED: "",
+        "OMP_NUM_THREADS": job.threads,
+        "PYTHONPATH": with_folder(python_path, _STARTUP_FOLDER),
+    }
     return own.for_worker(overrides, defaults=defaults)
 
 

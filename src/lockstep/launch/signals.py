@@ -142,7 +142,7 @@ class SignalForwarding:
     def __init__(self) -> None:
         self._first: float | None = None
         self._is_handling = False
-        self._died_of_signal: Callable[[], bool] = _never
+        self._died_of_signal: Callable[[], bool] = lambda: False
 
     @property
     def is_requested(self) -> bool:
@@ -179,10 +179,6 @@ class SignalForwarding:
             _end()
 
 
-def _never() -> bool:
-    return False
-
-
 def _end() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -191,7 +187,6 @@ def _end() -> None:
 @dataclass(frozen=True, slots=True)
 class Stand:
     waits: bool
-    """Whether it waits for other workers."""
     place: str
     """The line that runs, the user's if there is one: "train.py, line 31, in loss"."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import final
 
 from lockstep.errors import WorkerFailedError
-from lockstep.launch.continuation import Answer, EndedWorker
+from lockstep.launch.continuation import Answer
 from lockstep.launch.control import ControlSocket
 from lockstep.launch.exits import EARLIER_FAILURE_SECONDS, ROOT_CAUSE_SECONDS, SURE_SECONDS, describe_failures
 from lockstep.launch.restarts import LostWorkersError
@@ -258,7 +258,6 @@ class Supervision:
         ]
 
     def _take_ends(self) -> None:
-        """Act on workers that have ended since the last call."""
         ended = [worker for worker in self._pool.workers.values() if self._is_gone(worker)]
         needed = [worker for worker in ended if self._is_needed(worker)]
         own = [worker for worker in needed if worker.end is End.FAILED and not self._continuation.is_new(worker.number)]
@@ -301,9 +300,7 @@ class Supervision:
         for worker in lost:
             if worker.exit_code is None:  # a new worker that raised
                 self._pool.kill(worker, "by its launcher, because it has failed")
-        return self._continuation.continue_without(
-            [EndedWorker(worker=each.number, pid=each.pid, reason=_describe(each)) for each in lost]
-        )
+        return self._continuation.continue_without({worker.number: _describe(worker) for worker in lost})
 
     def _error(self) -> Exception:
         """Return the error; those without which the others continued are its cause if all others follow from a loss."""

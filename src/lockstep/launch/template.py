@@ -39,7 +39,6 @@ from lockstep.processes.ending import die_with_parent
 from lockstep.settings import read_settings, write_variables
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
-"""Of <sys/prctl.h>."""
 _ADOPTING: Final = threading.Lock()
 _MESSAGE_BYTES: Final = 1 << 17
 """Of a message to or from the template, at most."""

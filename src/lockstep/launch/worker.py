@@ -159,7 +159,6 @@ def _has_left() -> bool:
 
 
 def _left(task: WorkerTask) -> Report:
-    """Return the report of a worker that has left the others, however its function has ended then."""
     return Report(
         rank=task.worker, time=time.monotonic(), result=None, reason="", traceback="", error=None, has_left=True
     )

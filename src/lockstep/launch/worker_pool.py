@@ -53,7 +53,6 @@ _LOGGER = logging.getLogger("lockstep")
 _POLL_SECONDS = 0.05
 """How often to check for workers that ended, on systems where the kernel does not show that on a descriptor."""
 _CLOSED = -1
-"""The value of a descriptor that is closed."""
 _EXIT_POLL_SECONDS = 0.01
 """How often to check whether a worker that is about to end has ended."""
 
@@ -111,8 +110,6 @@ class Account(Protocol):
 
 
 class Starter(Protocol):
-    """Starts the processes of one launch."""
-
     def signals_held_back(self) -> AbstractContextManager[None]:
         """Return the context in which a process starts, until the pool knows it."""
         ...
@@ -124,8 +121,6 @@ class Starter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopping:
-    """How workers are stopped."""
-
     first: signal.Signals = signal.SIGTERM
     grace_seconds: float = GRACE_SECONDS
     """How long they may take to end after the first signal, before they are killed."""
@@ -359,7 +354,6 @@ class WorkerPool:
         self._sessions.end(first or how.first, how.grace_seconds, how.is_hurried, tell=self._tell_of_failure)
 
     def close(self) -> None:
-        """End what is left, and free all descriptors."""
         try:
             self.end()
         finally:  # also when a second Ctrl-C comes while this waits

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.continuation import Continuation, EndedWorker
+from lockstep.launch.continuation import Continuation
 from lockstep.launch.membership import Generation, Wishes
 
 
@@ -53,8 +53,7 @@ class Launch:
         self.report(worker, report="waiting_to_join")
 
     def lose(self, *workers: int) -> bool:
-        ended = [EndedWorker(worker=worker, pid=100 + worker, reason="killed by SIGKILL") for worker in workers]
-        return self.continuation.continue_without(ended)
+        return self.continuation.continue_without(dict.fromkeys(workers, "killed by SIGKILL"))
 
     def wish(self, num_workers: int, *leaving: int) -> Any:
         arrived = self.continuation.arrived()
