@@ -19,7 +19,7 @@ import threading
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
 from operator import attrgetter
@@ -111,38 +111,37 @@ class RecordBlock:
     def __init__(
         self,
         start: BlockStart,
-        values: list[Any],
+        records: list[Any],
         order: BlockOrder,
         seed: int,
         place_of: Callable[[int], int] | None = None,
     ) -> None:
         self._start = start
-        self._values = values
+        self._records = records
         self._order = order
         self._seed = seed
         self._place_of = place_of
         self.total = start.total
-        self.stop = start.total + len(values)
-        self.pass_number = start.pass_number
+        self.stop = start.total + len(records)
 
     @cached_property
     def start(self) -> BlockStart:
-        return replace(self._start, number=_number_of(self._values))
+        return replace(self._start, number=_number_of(self._records))
 
     @cached_property
     def _indices(self) -> Sequence[int]:
-        return self._order.shuffled(len(self._values), self._seed)
+        return self._order.shuffled(len(self._records), self._seed)
 
-    def values(self, first: int, last: int) -> list[Any]:
-        """Return some records of the shuffled order."""
-        if not self._order.shuffle:
-            return self._values[first:last]
-        return list(map(self._values.__getitem__, self._indices[first:last]))
+    @cached_property
+    def values(self) -> list[Any]:
+        """The records in the shuffled order."""
+        return list(map(self._records.__getitem__, self._indices)) if self._order.shuffle else self._records
 
-    def place(self, number: int) -> int:
-        """Return where the record with this number of the shuffled order is in the stream."""
-        place = self._start.place + self._indices[number]
-        return place if self._place_of is None else self._place_of(place)
+    def sources(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Return the pass of some records of the shuffled order, and where they are in the stream."""
+        number = self._start.pass_number
+        places = (self._start.place + index for index in self._indices[first:last])
+        return [(number, place) for place in (places if self._place_of is None else map(self._place_of, places))]
 
 
 Pieces = list[tuple[RecordBlock, int, int]]
@@ -205,67 +204,82 @@ class RecordLine:
 
 
 @final
-class Records(SliceKeys, Sequence[int]):
-    """The records of a slice, which are read when they are needed; as a sequence, their places in the stream.
+@dataclass(slots=True)
+class RecordRun:
+    """Records of a line that follow each other, read when they are needed.
 
     It keeps what it has read, so a batch that was fetched ahead can be cut anew, whatever the line has dropped.
     """
 
-    def __init__(self, line: RecordLine, start: int, stop: int, seed: int) -> None:
-        self._line = line
-        self._start = start
-        self._stop = stop
+    line: RecordLine | None
+    """None in a loading process, which is sent the rest."""
+    start: int
+    stop: int
+    pieces: Pieces = field(default_factory=list)
+    values: list[Any] | None = None
+    sources: list[tuple[int, int]] | None = None
+
+    def read(self) -> list[Any]:
+        if self.values is None:
+            assert self.line is not None
+            self.pieces = self.line.pieces(self.start, self.stop)
+            self.values = []
+            for block, first, last in self.pieces:
+                self.values += block.values[first:last]
+        return self.values
+
+    def find_sources(self) -> list[tuple[int, int]]:
+        """Return the pass of each record and its place there: only messages and random states need them."""
+        if self.sources is None:
+            self.read()
+            self.sources = [each for block, first, last in self.pieces for each in block.sources(first, last)]
+        return self.sources
+
+
+@final
+class Records(SliceKeys, Sequence[int]):
+    """The records of a slice, a part of a run; as a sequence, their places in the order of the parts as given."""
+
+    __slots__ = ("_first", "_last", "_length", "_seed", "run")
+
+    def __init__(self, run: RecordRun, first: int, last: int, seed: int) -> None:
+        self.run = run
+        self._first = first
+        self._last = last
+        self._length = last - first
         self._seed = seed
-        self._pieces: Pieces | None = None
-        self._sent: list[Any] | None = None
-        """In a loading process, the records."""
-        self._sources: list[tuple[int, int]] = []
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return it without the blocks, which hold records of other slices too."""
-        sent = {"_sent": self.items(), "_sources": self._find_sources()}
-        return vars(self) | sent | {"_line": None, "_pieces": []}
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return it for a loading process: without the blocks, which hold records of other slices too."""
+        sent = RecordRun(None, 0, self._length, values=self.items(), sources=self._sources())
+        return Records, (sent, 0, self._length, self._seed)
 
-    def read(self) -> Pieces:
-        if self._pieces is None:
-            self._pieces = self._line.pieces(self._start, self._stop)
-        return self._pieces
+    def read(self) -> None:
+        self.run.read()
 
     def __len__(self) -> int:
-        return self._stop - self._start
+        return self._length
 
     def __getitem__(self, index: Any) -> Any:
-        return [place for _, place in self._find_sources()][index]
+        return [place for _, place in self._sources()][index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self[:])
 
     def items(self) -> list[Any]:
-        if self._sent is not None:
-            return self._sent
-        pieces = self.read()
-        if len(pieces) == 1:
-            block, first, last = pieces[0]
-            return block.values(first, last)
-        return list(chain.from_iterable(block.values(first, last) for block, first, last in pieces))
+        return self.run.read()[self._first : self._last]
 
     def indices(self) -> Sequence[int]:
-        """Return their places in the order of the parts as they were given."""
-        self.read()
         return self
 
     def seeds(self, number: int) -> list[int]:
-        return [derive_seed("sample", self._seed, *source) for source in self._find_sources()[:number]]
+        return [derive_seed("sample", self._seed, *source) for source in self._sources()[:number]]
 
     def first(self, number: int) -> "Records":
-        return Records(self._line, self._start, self._start + number, self._seed)
+        return Records(self.run, self._first, min(self._first + number, self._last), self._seed)
 
-    def _find_sources(self) -> list[tuple[int, int]]:
-        """Return the pass of each record and its place there: only messages and random states need them."""
-        if not self._sources:
-            self._sources = [
-                (block.pass_number, block.place(number))
-                for block, first, last in self.read()
-                for number in range(first, last)
-            ]
-        return self._sources
+    def _sources(self) -> list[tuple[int, int]]:
+        return self.run.find_sources()[self._first : self._last]
 
 
 def _read_pass(stream: Stream, order: BlockOrder, start: BlockStart) -> Iterator[RecordBlock]:

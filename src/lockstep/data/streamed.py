@@ -26,7 +26,16 @@ from typing import Any, Self, cast, final
 
 from torch.utils.data import Dataset
 
-from lockstep.data.blocks import BlockOrder, BlockStart, PassReader, RecordBlock, RecordLine, Records, read_blocks
+from lockstep.data.blocks import (
+    BlockOrder,
+    BlockStart,
+    PassReader,
+    RecordBlock,
+    RecordLine,
+    RecordRun,
+    Records,
+    read_blocks,
+)
 from lockstep.data.contents import slice_number
 from lockstep.data.keyed import OwnGenerators, RandomState, SliceKeys
 from lockstep.data.samples import Cut, EpochSamples, Samples
@@ -180,21 +189,23 @@ class StreamedEpoch(EpochSamples):
     def cut(self, step: int) -> Sequence[SliceKeys]:
         found = self._cuts.get(step)
         if found is None:
-            count, size, seed = self._count(step), self._cut.batch_size, self._cut.seed
-            parts = self._parts if count == size else split_evenly(count, self._cut.num_shards)
-            if self._is_divided:
-                begins = [step * stride for stride in self._strides]
-                found = [
-                    Records(line, begin, begin + stop - start, seed)
-                    for line, begin, (start, stop) in zip(self._lines, begins, parts, strict=True)
-                ]
-            else:
-                total = self._before + step * size
-                found = [Records(self._lines[0], total + start, total + stop, seed) for start, stop in parts if count]
-                for each in found:  # before the line drops it: what is another worker's may be needed, too
-                    each.read()
-            self._cuts[step] = found
+            found = self._cuts[step] = self._cut_anew(step)
         return found
+
+    def _cut_anew(self, step: int) -> list[Records]:
+        count, size, seed = self._count(step), self._cut.batch_size, self._cut.seed
+        parts = self._parts if count == size else split_evenly(count, self._cut.num_shards)
+        if self._is_divided:
+            lengths = [stop - start for start, stop in parts]
+            begins = [step * stride for stride in self._strides]
+            return [
+                Records(RecordRun(line, begin, begin + length), 0, length, seed)
+                for line, begin, length in zip(self._lines, begins, lengths, strict=True)
+            ]
+        total = self._before + step * size
+        run = RecordRun(self._lines[0], total, total + count)
+        run.read()  # before the line drops it: what is another worker's may be needed, too
+        return [Records(run, start, stop, seed) for start, stop in parts if count]
 
     def num_steps(self, step: int) -> int | None:
         """Return the steps of the epoch; None if they are not known in `step`, whatever was read ahead."""
@@ -254,12 +265,16 @@ class _PartsInOrder:
         self._begins = [0, *accumulate(stream.lengths[part] for part in self._parts)]
         self._places = [0, *accumulate(stream.lengths)]
 
-    def read_share(self, shard: int, share: range, total: int) -> Iterator[RecordBlock]:
-        """Yield the blocks of a share from that one on which holds the record after `total` others."""
+    def read_share(self, shard: int, share: range, stride: int, total: int) -> Iterator[RecordBlock]:
+        """Yield the blocks of a share from that one on which holds the record after `total` others.
+
+        The whole blocks among the `stride` records that a step needs of it are read together.
+        """
         size, seed = self._order.size, self._order.seed
+        at_once = max(stride // size, 1) * size
         reader = None
-        for block in range(total // size, -(-len(share) // size)):
-            numbers = share[block * size : (block + 1) * size]
+        for first in range(total // size * size, len(share), at_once):
+            numbers = share[first : first + at_once]
             if reader is None:
                 part = self._part_of(numbers.start)
                 offset = numbers.start - self._begins[part]
@@ -267,14 +282,16 @@ class _PartsInOrder:
                     total=total, pass_number=self._epoch, block=0, place=numbers.start, part=part, offset=offset
                 )
                 reader = PassReader(self._stream, self._parts, start, seed)
-            values = reader.read(len(numbers))
-            yield RecordBlock(
-                BlockStart(total=block * size, pass_number=self._epoch, block=block, place=numbers.start),
-                values,
-                self._order,
-                derive_seed("share block", seed, self._epoch, shard, block),
-                self._place_of,
-            )
+            records = reader.read(len(numbers))
+            for begin in range(0, len(numbers), size):
+                block = (first + begin) // size
+                yield RecordBlock(
+                    BlockStart(total=first + begin, pass_number=self._epoch, block=block, place=numbers.start + begin),
+                    records[begin : begin + size],
+                    self._order,
+                    derive_seed("share block", seed, self._epoch, shard, block),
+                    self._place_of,
+                )
 
     def _part_of(self, number: int) -> int:
         return bisect_right(self._begins, number) - 1
@@ -294,7 +311,8 @@ def _lines_of_shares(stream: Stream, order: BlockOrder, epoch: int, cut: Cut, *,
     ]
     parts = _PartsInOrder(stream, order, epoch)
     shares = [range(start, stop) for start, stop in pairwise(accumulate(totals, initial=0))]
-    return [RecordLine(partial(parts.read_share, shard, share)) for shard, share in enumerate(shares)]
+    stride = cut.batch_size // cut.num_shards
+    return [RecordLine(partial(parts.read_share, shard, share, stride)) for shard, share in enumerate(shares)]
 
 
 def _can_be_divided(stream: Stream, cut: Cut) -> bool:
@@ -304,7 +322,7 @@ def _can_be_divided(stream: Stream, cut: Cut) -> bool:
 
 
 def _first_block(slices: Sequence[SliceKeys]) -> RecordBlock:
-    block, _, _ = cast("Records", slices[0]).read()[0]
+    block, _, _ = cast("Records", slices[0]).run.pieces[0]
     return block
 
 
