@@ -161,7 +161,7 @@ class SliceKeys(ABC):
 
     @abstractmethod
     def items(self) -> Sequence[Any]:
-        """Return what the data set is indexed with for each sample: numbers, or the records of a stream."""
+        """Return what the data set is indexed with for each sample: numbers; of a stream the records, in a new list."""
 
     @abstractmethod
     def indices(self) -> Sequence[int]:
@@ -239,7 +239,7 @@ class KeyedDataset(Dataset[Any]):
         """Make one collated slice; the name is that of DataLoader's protocol for whole batches."""
         if self._collate is default_collate:
             if self._are_samples:
-                return self._collate_samples(list(keys.items()), keys)
+                return self._collate_samples(keys.items(), keys)
             columns = read_columns(self._dataset, keys.items())
             if columns is not None:
                 return columns
@@ -249,7 +249,7 @@ class KeyedDataset(Dataset[Any]):
         own = self._own.find()
         with _generators_restored(own):
             try:
-                samples = list(keys.items()) if self._are_samples else self._make_all(keys, own)
+                samples = keys.items() if self._are_samples else self._make_all(keys, own)
                 if not self._are_samples and self._own.has_made():  # by the first sample, as a rule
                     own = self._own.find()
                     samples = self._make_all(keys, own)
@@ -263,7 +263,7 @@ class KeyedDataset(Dataset[Any]):
         made = zip(keys.seeds(len(items)), items, keys.indices(), strict=True)
         return [self._make(seed, item, index, own) for seed, item, index in made]
 
-    def _collate_samples(self, samples: list[Any], keys: SliceKeys) -> Any:
+    def _collate_samples(self, samples: Any, keys: SliceKeys) -> Any:
         try:
             return self._collate(samples)
         except Exception as error:

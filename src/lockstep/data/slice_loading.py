@@ -15,10 +15,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, final
@@ -84,6 +85,8 @@ class SliceLoading:
         read_kills: Callable[[], OomKills] = read_oom_kills,
     ) -> None:
         self._dataset = dataset
+        self.load: Final[Callable[[SliceKeys], Any]] = dataset.__getitems__
+        """Loads one slice in this process."""
         self._num_workers = num_workers
         self._keeps_processes = keeps_processes
         self._pin_memory = pin_memory
@@ -96,10 +99,6 @@ class SliceLoading:
 
     def in_this_process(self) -> "SliceLoading":
         return SliceLoading(self._dataset, pin_memory=self._pin_memory)
-
-    def load(self, keys: SliceKeys) -> Any:
-        """Load one slice in this process."""
-        return self._dataset.__getitems__(keys)
 
     @contextmanager
     def loaded(self, keys: Iterator[SliceKeys]) -> Iterator[Iterator[Any]]:
@@ -129,9 +128,8 @@ class SliceLoading:
                 self._go_on_after(error)
             else:
                 return
-        for data in self._make_loader(plan) if self._pin_memory else map(self.load, plan):
-            plan.asked.popleft()
-            yield data
+        rest = chain(plan.asked, plan.rest)
+        yield from self._make_loader(rest) if self._pin_memory else map(self.load, rest)
 
     def _processes(self, plan: _SlicePlan, *, keeps: bool) -> "_LoadingProcesses":
         """Start the loading processes of an epoch, or take those of the one before if they have the present state."""
@@ -143,7 +141,7 @@ class SliceLoading:
             self._kept, self._kept_state = _LoadingProcesses(self._make_loader(plan), self._read_kills), state
         return self._kept
 
-    def _make_loader(self, plan: _SlicePlan) -> DataLoader[Any]:
+    def _make_loader(self, plan: Iterable[SliceKeys]) -> DataLoader[Any]:
         # The parent-death signal is bound to the *thread* that starts a process, so only the main thread sets it:
         # another thread may end before the epoch does.
         in_main_thread = threading.current_thread() is threading.main_thread()
