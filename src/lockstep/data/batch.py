@@ -97,7 +97,7 @@ class ShardedBatch:
     content: int
     """A number for the data, which distinguishes it from other data of the same length."""
     number: int = 0
-    """A number for what was read of a stream, as far as this batch; 0 for other data."""
+    """A number for what was read of a stream, as far as this batch; 0 for other data, and for a worker alone."""
     assignment: ShardAssignment
     """Who runs which shards in the steps to come; may be changed."""
     world: World

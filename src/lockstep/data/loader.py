@@ -271,11 +271,11 @@ class ShardedLoader:
                         ranges=ranges,
                         source=source,
                         content=content,
-                        number=samples.number(slices),
+                        number=_number_of(samples, slices, world),
                         assignment=assignment,
                         world=world,
                         # With its draws: a prefetcher of the user's is at a later step when the batch is cut anew.
-                        recut=_last(partial(self._recut, slices), recorder.end, event),
+                        recut=_last(partial(self._recut, samples, slices), recorder.end, event),
                     )
                     samples.drop(step)
                     step += 1
@@ -296,7 +296,7 @@ class ShardedLoader:
                 missing -= len(keys)
         return found
 
-    def _recut(self, cut: Sequence[SliceKeys], batch: ShardedBatch) -> ShardedBatch:
+    def _recut(self, samples: EpochSamples, cut: Sequence[SliceKeys], batch: ShardedBatch) -> ShardedBatch:
         """Cut a batch for the present workers. An epoch that is under way follows them from its next step on."""
         assignment = self._follow_world()
         ranges = assignment.ranges(batch.cursor)
@@ -312,6 +312,7 @@ class ShardedLoader:
             assignment=assignment,
             world=assignment.world,
             content=self._content or self._number_data(),
+            number=_number_of(samples, cut, assignment.world),
         )
 
     def _number_data(self) -> int:
@@ -329,6 +330,11 @@ class ShardedLoader:
             return self._assignment
 
 
+def _number_of(samples: EpochSamples, slices: Sequence[SliceKeys], world: World) -> int:
+    """Return the number of what was read for a step; 0 where nobody compares it."""
+    return samples.number(slices) if world.world_size > 1 else 0
+
+
 def _last(value: Any, end: Callable[[int], object], event: int) -> Any:
     """Return `value` when the event of which it is the last part has ended."""
     end(event)
@@ -340,13 +346,12 @@ def _same_world(world: World) -> World:
 
 
 def _next_slice(loaded: Iterator[Any], cursor: Cursor, shard: int, keys: SliceKeys) -> Slice:
-    indices = keys.indices()
     try:
         data = next(loaded)
     except Exception as error:
-        ErrorPlace(cursor, shard, indices).note(error)
+        ErrorPlace(cursor, shard, keys.indices()).note(error)
         raise
-    return Slice(shard=shard, num_samples=len(indices), data=_check_slice(data), indices=indices)
+    return Slice(shard=shard, num_samples=len(keys), data=_check_slice(data), indices=keys.indices())
 
 
 def _check_slice(data: Any) -> Any:

@@ -405,10 +405,15 @@ def test_workers_whose_records_are_swapped_within_a_block_have_other_numbers() -
         def __iter__(self) -> Iterator[int]:
             yield from (*range(20), *self.swapped, *range(60, 100))
 
-    def numbers(swapped: range) -> list[int]:
-        return [batch.number for batch in loader(Swapped(swapped)).epoch(0)]
+    def numbers(rank: int, swapped: range) -> list[int]:
+        return [batch.number for batch in loader(Swapped(swapped), rank, world_size=2).epoch(0)]
 
-    assert numbers(range(20, 60)) != numbers(range(59, 19, -1))
+    assert numbers(0, range(20, 60)) == numbers(1, range(20, 60)) != numbers(1, range(59, 19, -1))
+
+
+def test_a_slice_tells_where_its_records_are_as_a_sequence() -> None:
+    places = next(loader(Numbers(), shuffle=False, batch_size=64, num_shards=2).epoch(0)).slices[1].indices
+    assert list(places) == [*places[:]] == [places[n] for n in range(32)] == list(range(32, 64))
 
 
 def test_workers_of_which_one_has_another_part_have_other_numbers() -> None:
