@@ -244,7 +244,7 @@ class ShardedLoader:
         recorder = own_recorder()
         source = self.source  # once: it reads all weights and lengths
         present = self._follow_world()
-        while any(slices := samples.cut(step)):
+        while slices := samples.cut(step):
             world = present.world
             assignment = present if moves_shards else ShardAssignment(world, self.num_shards)
             content = self._content
@@ -253,7 +253,7 @@ class ShardedLoader:
             with self._loading.loaded(chain(compared, keys)) as loaded:
                 if compared:
                     self._content = content = slice_number([_check_slice(next(loaded)) for _ in compared])
-                while self._assignment is present and any(slices):
+                while self._assignment is present and slices:
                     event = recorder.begin(EventKind.LOADING, step, epoch, 0)
                     cursor = Cursor(epoch, step)
                     ranges = assignment.ranges(cursor)
@@ -290,7 +290,7 @@ class ShardedLoader:
         """
         found: list[SliceKeys] = []
         missing = _NUM_COMPARED
-        for keys in filter(None, self._samples.epoch(0, bookmark={}).cut(0)):
+        for keys in self._samples.epoch(0, bookmark={}).cut(0):
             if missing > 0:
                 found.append(keys if self._has_own_collate else keys.first(missing))
                 missing -= len(keys)

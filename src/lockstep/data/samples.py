@@ -38,7 +38,7 @@ class EpochSamples(ABC):
 
     @abstractmethod
     def cut(self, step: int) -> Sequence[SliceKeys]:
-        """Return the slice of each shard in a step; all are empty, or there are none, when the epoch is over."""
+        """Return the slices of a step, of the first shards where it has too few samples for all; none after the end."""
 
     @abstractmethod
     def num_steps(self, step: int) -> int | None:
@@ -155,6 +155,7 @@ class _ListedEpoch(EpochSamples):
         return [
             DrawKeys(draws, num_samples=self._num_samples, seed=cut.seed, epoch=self._epoch)
             for draws in step_slices(order, step, batch_size=cut.batch_size, num_shards=cut.num_shards)
+            if draws
         ]
 
     def num_steps(self, step: int) -> int:  # noqa: ARG002 - as for streams
@@ -199,7 +200,7 @@ def keys_to_load(first: Cursor, samples: EpochSamples, assignment: ShardAssignme
     rank = assignment.world.rank
     for step in itertools.count(first.step):
         slices = samples.cut(step)
-        if not any(slices):
+        if not slices:
             return
         for _, keys in own_slices(slices, assignment.ranges(Cursor(first.epoch, step))[rank]):
             keys.read()
@@ -208,4 +209,4 @@ def keys_to_load(first: Cursor, samples: EpochSamples, assignment: ShardAssignme
 
 def own_slices(slices: Sequence[SliceKeys], shards: range) -> list[tuple[int, SliceKeys]]:
     """Return those of a worker's `shards` that have samples."""
-    return [(shard, keys) for shard in shards if (keys := slices[shard])]
+    return list(zip(shards, slices[shards.start : shards.stop], strict=False))

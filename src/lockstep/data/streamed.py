@@ -194,6 +194,8 @@ class StreamedEpoch(EpochSamples):
 
     def _cut_anew(self, step: int) -> list[Records]:
         count, size, seed = self._count(step), self._cut.batch_size, self._cut.seed
+        if not count:
+            return []
         parts = self._parts if count == size else split_evenly(count, self._cut.num_shards)
         if self._is_divided:
             lengths = [stop - start for start, stop in parts]
@@ -201,11 +203,12 @@ class StreamedEpoch(EpochSamples):
             return [
                 Records(RecordRun(line, begin, begin + length), 0, length, seed)
                 for line, begin, length in zip(self._lines, begins, lengths, strict=True)
+                if length
             ]
         total = self._before + step * size
         run = RecordRun(self._lines[0], total, total + count)
         run.read()  # before the line drops it: what is another worker's may be needed, too
-        return [Records(run, start, stop, seed) for start, stop in parts if count]
+        return [Records(run, start, stop, seed) for start, stop in parts if stop > start]
 
     def num_steps(self, step: int) -> int | None:
         """Return the steps of the epoch; None if they are not known in `step`, whatever was read ahead."""

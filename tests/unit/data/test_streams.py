@@ -411,6 +411,12 @@ def test_workers_whose_records_are_swapped_within_a_block_have_other_numbers() -
     assert numbers(0, range(20, 60)) == numbers(1, range(20, 60)) != numbers(1, range(59, 19, -1))
 
 
+def test_nothing_is_read_after_a_last_batch_that_is_smaller() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a stream that is read again
+        assert sum(batch.num_samples for batch in loader(Numbers(10_004), batch_size=1000).epoch(0)) == 10_004
+
+
 def test_a_slice_tells_where_its_records_are_as_a_sequence() -> None:
     places = next(loader(Numbers(), shuffle=False, batch_size=64, num_shards=2).epoch(0)).slices[1].indices
     assert list(places) == [*places[:]] == [places[n] for n in range(32)] == list(range(32, 64))
