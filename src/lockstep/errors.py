@@ -26,7 +26,7 @@ class here can be made from one string.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -44,6 +44,15 @@ def clause(message: object) -> str:
 def without_code(message: object) -> str:
     """Return a message without the codes at its end, to say more after it and end with another one."""
     return re.sub(r"(?: \(LS\d{3}\))+$", "", str(message))
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause or what it was raised in the handling of, the cause of that, and so on."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def describe_exception(error: BaseException) -> str:

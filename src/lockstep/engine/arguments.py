@@ -34,6 +34,10 @@ from lockstep.reduce.model import Description, describe_differences
 from lockstep.shards import shard_range
 from lockstep.torch_private.modules import TorchsSyncBatchNorm, complete_optimizer
 
+_COMPARED = (
+    *("num_shards", "seed", "every", "max_grad_norm", "precision", "track_grad_norm", "compile", "nonfinite"),
+    *("balance", "deterministic"),
+)
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
@@ -54,10 +58,10 @@ class TrainerArguments:
     bucket_limits: BucketLimits
     on_worker_loss: str
     min_workers: int
-    precision: str = "float32"
-    track_grad_norm: bool = False
-    compile: bool | str = False
-    callbacks: Sequence[Callback] = ()
+    precision: str
+    track_grad_norm: bool
+    compile: bool | str
+    callbacks: Sequence[Callback]
 
     @property
     def norm_limit(self) -> float | None:
@@ -294,21 +298,11 @@ def check_batchnorm(model: nn.Module, world: World, num_shards: int) -> None:
 
 def _describe(arguments: TrainerArguments) -> Description:
     """Describe what is no state of the run: that is compared when it is made."""
-    values = {
-        "num_shards": arguments.num_shards,
-        "seed": arguments.seed,
-        "every": arguments.every,
-        "scaler": None if arguments.scaler is None else arguments.scaler.state_dict(),
-        "max_grad_norm": arguments.max_grad_norm,
-        "precision": arguments.precision,
-        "track_grad_norm": arguments.track_grad_norm,
-        "compile": arguments.compile,
-        "nonfinite": arguments.nonfinite,
-        "balance": arguments.balance,
-        "deterministic": arguments.deterministic,
+    return {
+        **{name: str(getattr(arguments, name)) for name in _COMPARED},
+        "scaler": str(None if arguments.scaler is None else arguments.scaler.state_dict()),
         "callbacks": ", ".join(type(each).__name__ for each in arguments.callbacks),
     }
-    return {name: str(value) for name, value in values.items()}
 
 
 def check_fingerprints(mine: Fingerprint, world: World) -> None:

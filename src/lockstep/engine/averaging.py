@@ -69,7 +69,8 @@ class AveragedWeights(Callback):
     def _average_in(self, values: "LiveValues", weight: float) -> None:
         """Move the average to the model's values by this part of the way; what is not averaged becomes the model's."""
         averages = _counterparts(self.tensors, values.averaged, is_averaged=True)
-        foreach_lerp_(averages, _in_dtypes_of(averages, list(values.averaged.values())), weight)
+        pairs = zip(averages, values.averaged.values(), strict=True)
+        foreach_lerp_(averages, [value.to(average.dtype) for average, value in pairs], weight)
         copies = _counterparts(self.tensors, values.copied, is_averaged=False)
         if copies:
             foreach_copy_(copies, list(values.copied.values()))
@@ -263,14 +264,6 @@ def _counterparts(averages: dict[str, Tensor], values: Mapping[str, Tensor], *, 
     """Return the average of each value; one that there is not yet, or that has grown, begins with the value."""
     for name, value in values.items():
         if name not in averages or averages[name].shape != value.shape:
-            averages[name] = value.detach().to(_dtype_of_average(value) if is_averaged else value.dtype, copy=True)
+            dtype = torch.promote_types(value.dtype, torch.float32) if is_averaged else value.dtype
+            averages[name] = value.detach().to(dtype, copy=True)
     return [averages[name] for name in values]
-
-
-def _dtype_of_average(value: Tensor) -> torch.dtype:
-    return torch.promote_types(value.dtype, torch.float32)
-
-
-def _in_dtypes_of(averages: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-    pairs = zip(averages, values, strict=True)
-    return [value if value.dtype is average.dtype else value.to(average.dtype) for average, value in pairs]

@@ -128,7 +128,12 @@ class BufferSnapshot:
         self._whole = [buffer.data for buffer in self._buffers]
         self.live = list(map(without_repeats, self._whole))
         self.is_flat = self._prefers_flat and all(tensor.layout is torch.strided for tensor in self.live)
-        self.values = self._copy_flat(self.live) if self.is_flat else [tensor.clone() for tensor in self.live]
+        if self.is_flat:
+            self.memory.fit(self.live)
+            self.values = self.memory.values
+            copy_each(self.values, self.live)
+        else:
+            self.values = [tensor.clone() for tensor in self.live]
 
     def _are_names_recorded(self) -> bool:
         """Whether the modules have the recorded tensors, under the recorded names."""
@@ -136,11 +141,6 @@ class BufferSnapshot:
 
     def _read_layout(self) -> tuple[list[int], list[str]]:
         return list(map(len, self._parts)), list(chain.from_iterable(self._parts))
-
-    def _copy_flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        self.memory.fit(tensors)
-        copy_each(self.memory.values, tensors)
-        return self.memory.values
 
     def put_back(self) -> None:
         self.restore_names()
@@ -269,8 +269,8 @@ class ShardZeroBuffers(StepPart):
         """Treat the buffers of another module from the next step on (local)."""
         self._parts = buffer_parts(model)
         prefers_flat = is_asynchronous(self._device)
-        self._before = BufferSnapshot(self._parts, prefers_flat=prefers_flat)
-        self._before.record()  # a step that fails before `begin` takes part in the message too
+        self.before = BufferSnapshot(self._parts, prefers_flat=prefers_flat)
+        self.before.record()  # a step that fails before `begin` takes part in the message too
         self._shard_0 = BufferSnapshot(self._parts, prefers_flat=prefers_flat)
         self._message = FlatMemory()
         self._layout: TensorLayout | None = None
@@ -288,8 +288,17 @@ class ShardZeroBuffers(StepPart):
         assert step.decision is not None
         if step.decision.is_skipped:
             self.put_back()
-        else:
-            self._commit(step.decision.is_bad)
+            return
+        is_bad = step.decision.is_bad
+        self._is_recorded = False
+        self._write()
+        if is_bad is not None and self.before.live:
+            before, now = self.before, [without_repeats(buffer.data) for buffer in unique_buffers(self._parts)]
+            self._message.fit(before.live)
+            copy_each(self._message.values, now)
+            (recorded,), (written,) = before.memory.flat_by_device.values(), self._message.flat_by_device.values()
+            torch.where(is_bad, recorded, written, out=written)
+            copy_each(now, self._message.values)
 
     def undo(self, _step: CurrentStep) -> None:
         self.put_back()
@@ -297,7 +306,7 @@ class ShardZeroBuffers(StepPart):
     def record(self) -> None:
         self._is_recorded = self._has_several = self._has_copy_of_shard_0 = False
         self._send_error = self._new = None
-        self._before.record()
+        self.before.record()
         self._is_recorded = True
 
     def end_shard(self, shard: int, *, is_last: bool) -> None:
@@ -309,38 +318,30 @@ class ShardZeroBuffers(StepPart):
             self._shard_0.record()
             self._has_copy_of_shard_0 = True
         if not is_last:
-            self._before.put_back()
-
-    def begin_shard_again(self) -> None:
-        """Let the buffers be those of the step's begin, during a shard that begins anew (local)."""
-        self._before.put_back()
+            self.before.put_back()
 
     @contextmanager
     def of_step_begin(self) -> Iterator[None]:
         with BufferSnapshot(self._parts).kept():
-            self._before.put_back()
+            self.before.put_back()
             yield
-
-    def at_begin(self, buffer: Tensor) -> Tensor:
-        """Return the values that one of the buffers had when the step began (local)."""
-        return self._before.copy_of(buffer)
 
     def has_new_layout(self) -> bool:
         """Whether shard 0 has left other buffers or shapes; asked on rank 0. Raises what failed in `start_sending`."""
         if self._send_error is not None:
             raise self._send_error
-        return self._before.is_other_layout(self._shard_0.names if self._has_copy_of_shard_0 else self._parts)
+        return self.before.is_other_layout(self._shard_0.names if self._has_copy_of_shard_0 else self._parts)
 
     def start_sending(self) -> Callable[[], None]:
         """Start to send shard 0's buffers to all, and return what waits for them (collective).
 
         It raises no error of its own: the other ranks need this message, even if this rank's step has failed.
         """
-        if not self._is_sent or not self._before.live:
-            return _do_nothing
+        if not self._is_sent or not self.before.live:
+            return lambda: None
         assert self._world.group is not None
-        if self._message.fit(self._before.live) or self._layout is None:
-            named = zip(name_buffers(self._before.names), self._before.live, strict=True)
+        if self._message.fit(self.before.live) or self._layout is None:
+            named = zip(name_buffers(self.before.names), self.before.live, strict=True)
             self._layout = TensorLayout(named, self._world.group)
         layout = self._layout
         if self._world.rank == 0:
@@ -378,29 +379,18 @@ class ShardZeroBuffers(StepPart):
 
     def can_be_left_out(self) -> bool:
         """Whether `commit` can leave the buffers as they were, by a truth value on the device (local)."""
-        return self._before.is_flat and set(self._before.memory.flat_by_device) <= {self._device}
-
-    def _commit(self, is_bad: Tensor | None) -> None:
-        self._is_recorded = False
-        self._write()
-        if is_bad is not None and self._before.live:
-            before, now = self._before, [without_repeats(buffer.data) for buffer in unique_buffers(self._parts)]
-            self._message.fit(before.live)
-            copy_each(self._message.values, now)
-            (recorded,), (written,) = before.memory.flat_by_device.values(), self._message.flat_by_device.values()
-            torch.where(is_bad, recorded, written, out=written)
-            copy_each(now, self._message.values)
+        return self.before.is_flat and set(self.before.memory.flat_by_device) <= {self._device}
 
     def _write(self) -> None:
         if self._world.rank == 0:
             if self._has_copy_of_shard_0:
                 self._shard_0.put_back()
             return
-        self._before.restore_names()
+        self.before.restore_names()
         if self._new is not None:
             _take_new(self._parts, self._new)
-        elif self._before.live:
-            copy_each(self._before.live, self._message.values)
+        elif self.before.live:
+            copy_each(self.before.live, self._message.values)
 
     def _values_of_shard_0(self) -> list[Tensor]:
         if self._has_copy_of_shard_0:
@@ -412,7 +402,7 @@ class ShardZeroBuffers(StepPart):
         self._send_error = None  # its traceback holds the step
         if self._is_recorded:  # else the record is that of an earlier step
             self._is_recorded = False
-            self._before.put_back()
+            self.before.put_back()
 
 
 def _make_buffers(specs: BufferSpecs, values: Sequence[Tensor], device: torch.device) -> list[dict[str, Tensor | None]]:
@@ -450,7 +440,3 @@ def _take_one(present: Tensor | None, value: Tensor, taken: dict[int, Tensor]) -
                 target.copy_(source)
                 taken[id(value)] = present
     return taken[id(value)]
-
-
-def _do_nothing() -> None:
-    """Do nothing: no message was sent, so there is none to wait for."""

@@ -92,7 +92,7 @@ class WorkerComparison(StepPart):
         return sum_of_bits(self._compared().values()) ^ self._number_at_begin
 
     def _number_each(self) -> dict[str, int]:
-        begun = {name: self._buffers.at_begin(each) for name, each in self._begun.items()}
+        begun = {name: self._buffers.before.copy_of(each) for name, each in self._begun.items()}
         found = {**self._compared(), **begun}
         return {name: int(sum_of_bits([each])) for name, each in found.items() if each.numel()}
 

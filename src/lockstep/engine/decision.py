@@ -15,18 +15,15 @@ the row first.
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import final
 
-import torch
 from torch import Tensor, nn
 
 from lockstep.engine.batches import name_step
-from lockstep.engine.losses import DeviceRow, RowValues, find_bad_loss
+from lockstep.engine.losses import RowValues, find_bad_loss
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import ShardRuns
-from lockstep.engine.step_table import Column, CurrentStep, Decision, Rows, StepOutcome, StepPart, WeightedLosses
-from lockstep.engine.update import Update
+from lockstep.engine.step_table import Column, CurrentStep, Rows, StepOutcome, StepPart, WeightedLosses
 from lockstep.errors import LossError
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.torch_private.modules import foreach_div_
@@ -92,7 +89,7 @@ class ReducedGradients(StepPart):
             return 0.0
         if self._row is None:
             return self._gradients.sum_for_finite_check(self._state.device)
-        self._row.note_gradients(self._gradients.largest_magnitude(self._state.device))
+        self._row.gradients.copy_(self._gradients.largest_magnitude(self._state.device) * 0.0)  # NaN of one that is bad
         return 0.0
 
 
@@ -146,72 +143,7 @@ Means = Callable[[RowValues | None], Mapping[str, float]]
 
 
 @final
-class StepJudge:
-    def __init__(self, runs: ShardRuns, update: Update) -> None:
-        self._runs = runs
-        self._state = runs.state
-        self._skips_nonfinite = runs.arguments.nonfinite == "skip"
-        self._max_grad_norm = runs.arguments.norm_limit
-        self._update = update
-
-    def decide(self, step: CurrentStep) -> Decision:
-        norm: Tensor | None = None
-        if not step.problem and self._state.scaler is None and self._max_grad_norm is not None:
-            # The scaler does it itself. After the hooks, which may have put others in their place.
-            norm = nn.utils.get_total_norm(
-                each.grad for each in self._state.trained_parameters() if each.grad is not None
-            )
-        if self._runs.row is not None:
-            return self._decide_on_device(step, norm, self._runs.row)
-        is_suspect = step.may_be_nonfinite or (norm is not None and not math.isfinite(norm))
-        problem = step.problem or self._look_at_gradients(step, norm, is_suspect=is_suspect)
-        return self._decide_on_host(problem, step.losses, norm, self._runs.values.means()(None))
-
-    def _look_at_gradients(self, step: CurrentStep, norm: Tensor | None, *, is_suspect: bool) -> str:
-        has_other_gradients = step.has_hooks and self._state.scaler is None  # which looks at them itself
-        return explain_nonfinite(self._state, norm, step.place) if is_suspect or has_other_gradients else ""
-
-    def _decide_on_host(
-        self, problem: str, losses: WeightedLosses, norm: Tensor | None, values: Mapping[str, float]
-    ) -> Decision:
-        if problem and not self._skips_nonfinite:
-            raise LossError(f"{problem} No parameter was changed. (LS516)")
-        if problem:
-            warnings.warn(f"{problem} The step is skipped on every worker. (LS516)", stacklevel=stacklevel_of_user())
-        outcome = StepOutcome(
-            loss=losses.mean_loss,
-            weight=losses.weight,
-            is_skipped=bool(problem),
-            values=values,
-            grad_norm=None if norm is None else float(norm),
-        )
-        if problem or self._state.scaler is None or self._max_grad_norm is None:
-            return Decision(norm=norm, is_skipped=bool(problem), is_bad=None, read=lambda: outcome)
-        late = torch.zeros((), device=self._state.device)  # the update writes it: it unscales the gradients first
-        return Decision(norm=late, is_skipped=False, is_bad=None, read=lambda: replace(outcome, grad_norm=float(late)))
-
-    def _decide_on_device(self, step: CurrentStep, norm: Tensor | None, row: DeviceRow) -> Decision:
-        """[Note: an update that the device decides on]."""
-        if norm is not None:
-            row.note_norm(norm)
-        is_bad = row.is_bad(step.total_weight if isinstance(step.total_weight, Tensor) else None)
-        read_row, means = row.start_copy(), self._runs.values.means()
-        can_be_left_out = self._update.can_be_left_out() and self._runs.buffers.can_be_left_out()
-        if not can_be_left_out or step.has_hooks or step.has_new_layout or not self._state.may_be_unread:
-            row_values = read_row()
-            losses = _complete(step.losses, row_values)
-            is_suspect = row_values.has_bad_gradient or not math.isfinite(row_values.norm)
-            problem = find_bad_loss(losses, step.batch) or self._look_at_gradients(step, norm, is_suspect=is_suspect)
-            return self._decide_on_host(problem, losses, norm, means(row_values))
-        pending = _LaunchedStep(
-            self._runs, step, read_row, means, skips_nonfinite=self._skips_nonfinite, has_norm=norm is not None
-        )
-        self._state.unread_step = pending.find_error
-        return Decision(norm=norm, is_skipped=False, is_bad=is_bad, read=pending.read)
-
-
-@final
-class _LaunchedStep:
+class LaunchedStep:
     """A step that was committed before the host knew whether it was bad."""
 
     def __init__(
@@ -243,7 +175,7 @@ class _LaunchedStep:
         """Return what the step has computed, and put its progress back if it is an error (local); waits once."""
         if self._outcome is None:
             values = self._read()
-            losses = _complete(self._losses, values)
+            losses = complete_losses(self._losses, values)
             problem = self._find_problem(losses, values)
             self._outcome = StepOutcome(
                 loss=losses.mean_loss,
@@ -284,5 +216,5 @@ class _LaunchedStep:
         )
 
 
-def _complete(losses: WeightedLosses, values: RowValues) -> WeightedLosses:
+def complete_losses(losses: WeightedLosses, values: RowValues) -> WeightedLosses:
     return WeightedLosses(values.losses, values.weights if losses.has_weights_on_device else losses.weights)

@@ -35,7 +35,6 @@ from typing import Any, SupportsFloat, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from lockstep.comm import World, calls_for, raise_if_broken
 from lockstep.data import ShardedBatch, Slice
@@ -88,7 +87,7 @@ class DeviceRow:
         self._row = torch.zeros(2 * num_shards * (1 + num_values) + 2, dtype=torch.float64, device=self.device)
         self._judged, values = self._row[: 2 * num_shards + 2], self._row[2 * num_shards + 2 :]
         self._losses, self._weights = self._row[:num_shards], self._row[num_shards : 2 * num_shards]
-        self._gradients, self._norm = self._judged[-2], self._judged[-1]
+        self.gradients, self.norm = self._judged[-2], self._judged[-1]
         self._values = values.view(num_values, 2, num_shards)
         self._on_host = torch.zeros(len(self._row), dtype=torch.float64, pin_memory=True)
 
@@ -115,13 +114,6 @@ class DeviceRow:
         """Add a further value of a shard (local); `place` is that of its name."""
         for target, number in zip(self._values[place, :, shard].unbind(), (weighted, weight), strict=True):
             target.copy_(number) if isinstance(number, Tensor) else target.fill_(number)
-
-    def note_gradients(self, largest: Tensor) -> None:
-        """Note the largest magnitude of this worker's part of the gradients; not a number, or infinite, is bad."""
-        self._gradients.copy_(largest * 0.0)
-
-    def note_norm(self, norm: Tensor) -> None:
-        self._norm.copy_(norm)
 
     def exchange(self) -> None:
         """Add up the rows of all workers; the current stream waits, the host does not (collective)."""
@@ -162,7 +154,14 @@ class DeviceRow:
 
         def read() -> RowValues:
             event.synchronize()
-            _raise_if_lost(self._world.group)  # a reduction that was ended because a rank was lost leaves any value
+            try:
+                raise_if_broken(
+                    self._world.group
+                )  # a reduction that was ended because a rank was lost leaves any value
+            except PeerLostError:
+                raise
+            except GroupError:
+                pass  # it was destroyed since, in order
             return self._read(on_host.tolist())
 
         return read
@@ -178,15 +177,6 @@ class DeviceRow:
             norm=norm,
             values=list(zip(values[::2], values[1::2], strict=True)),
         )
-
-
-def _raise_if_lost(group: ProcessGroup | None) -> None:
-    try:
-        raise_if_broken(group)
-    except PeerLostError:
-        raise
-    except GroupError:
-        pass  # it was destroyed since, in order
 
 
 ShardValues = Mapping[str, tuple[float | Tensor, float | Tensor]]

@@ -36,7 +36,15 @@ from lockstep.checkpoint.manifest import decode_state, encode_state
 from lockstep.comm import World, calls_for
 from lockstep.comm.generations import Generations, NextGeneration
 from lockstep.engine.step_table import StepAgreement
-from lockstep.errors import CheckpointError, GroupError, LockstepError, PeerFailedError, PeerLostError, without_code
+from lockstep.errors import (
+    CheckpointError,
+    GroupError,
+    LockstepError,
+    PeerFailedError,
+    PeerLostError,
+    chain_of,
+    without_code,
+)
 from lockstep.torch_private.modules import byte_view
 
 Result = TypeVar("Result")
@@ -92,7 +100,7 @@ class Member:
     def __init__(self, generations: Generations) -> None:
         self.generations = generations
         generations.num_calls = lambda: self._num_calls
-        self._trainers: dict[int, weakref.ref[Any]] = {}
+        self.trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._num_trainers = 0
         self._num_calls = 0
         self._last = CallOutcome()
@@ -103,20 +111,14 @@ class Member:
         """Called whenever there are other workers, in this order."""
         self._caller: weakref.ref[Any] = weakref.ref(self)
         self._leader: weakref.ref[Any] | None = None
-        self.before_leaving: Callable[[], object] = _do_nothing
+        self.before_leaving: Callable[[], object] = lambda: None
 
     # -- Trainers ------------------------------------------------------------------------------------------------------
 
     def add(self, trainer: Any) -> None:
         """Note a trainer, which is held weakly (local; in the same order on every worker)."""
-        self._trainers[self._num_trainers] = weakref.ref(trainer)
+        self.trainers[self._num_trainers] = trainer
         self._num_trainers += 1
-
-    def living(self) -> dict[int, Any]:
-        found = {number: reference() for number, reference in self._trainers.items()}
-        for number in [number for number, trainer in found.items() if trainer is None]:
-            del self._trainers[number], found[number]
-        return found
 
     def leads(self, trainer: Any) -> bool:
         """Return whether a trainer is the one of whose steps the workers change before the next (local)."""
@@ -166,6 +168,10 @@ class Member:
         outcome.raise_error()
         return outcome
 
+    def ask_for_agreement(self, error: GroupError) -> StepAgreement | None:
+        """Return what a step has exchanged elsewhere, as `ask_others` (collective)."""
+        return self.ask_others(error).agreement
+
     def _complete(self, body: Callable[[], Result], finish: Callable[[], StepAgreement | None]) -> Result:
         while True:
             try:
@@ -179,7 +185,9 @@ class Member:
                         if outcome is not None:  # an error: a worker that lacks more than the last exchange has one too
                             outcome.raise_error()
                             raise
-                    _release(error)
+                    for each in chain_of(error):  # its frames hold an engine and a group that are not used any more
+                        traceback.clear_frames(each.__traceback__)
+                        each.__traceback__ = None
                     self._place = _Place.IN_CALL
                     self._adopt(is_repeated=True)
                     continue
@@ -294,7 +302,7 @@ class Member:
         return outcome
 
     def _hand_over(self, world: World, old: list[int], source: int) -> None:
-        trainers = self.living()
+        trainers = dict(self.trainers)
         if world.rank == source:
             states = {number: each.state_for_new_worker() for number, each in trainers.items()}
             send_state(world, states, [rank for rank in range(world.world_size) if rank not in old])
@@ -311,7 +319,7 @@ class Member:
         """Continue with the workers that were met, if there are others than before (local, but for callbacks)."""
         while self._to_adopt is not None:
             (world, joined), self._to_adopt = self._to_adopt, None
-            trainers = self.living()
+            trainers = dict(self.trainers)
             for trainer in trainers.values():
                 trainer.adopt(world, is_repeated=is_repeated)
             try:
@@ -329,19 +337,6 @@ class Member:
             caller = self._caller() if self._is_in_call else next(iter(trainers.values()), None)
             if caller is not None:
                 caller.report_change(dataclasses.replace(joined, lost=lost), world, seconds, is_repeated=is_repeated)
-
-
-def _do_nothing() -> None:
-    """Do nothing: this worker does nothing alone."""
-
-
-def _release(error: BaseException) -> None:
-    """Let go of what the frames of an error hold: an engine and a group that are not used any more."""
-    found: BaseException | None = error
-    while found is not None:
-        traceback.clear_frames(found.__traceback__)
-        found.__traceback__ = None
-        found = found.__cause__ or found.__context__
 
 
 def send_state(world: World, state: Any, targets: Sequence[int]) -> None:

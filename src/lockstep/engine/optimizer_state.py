@@ -261,11 +261,12 @@ class OptimizerPart(StatePart):
         return lambda: self._load(before, dict(self._model.named_parameters()))
 
     def describe(self) -> Description:
+        names = self._names()
+        number = f"{sum(map(len, names))} (order {zlib.crc32(repr(names).encode()):08x})"
         return {
             "optimizer": str(class_name(self._optimizer)),
             **describe_options(self._optimizer),
-            # Their number alone: all names would be too much to read.
-            **_describe_names(self._names()),
+            "the optimizer's list of parameters": number,  # all names would be too much to read
         }
 
     def _names(self) -> list[list[str]]:
@@ -309,11 +310,6 @@ class OptimizerPart(StatePart):
 
     def _has_addresses(self, state: Any) -> bool:
         return any(_has_key(state, {id(each) for each in group["params"]}) for group in self._optimizer.param_groups)
-
-
-def _describe_names(names: Sequence[Sequence[str]]) -> Description:
-    number = sum(map(len, names))
-    return {"the optimizer's list of parameters": f"{number} (order {zlib.crc32(repr(names).encode()):08x})"}
 
 
 def _first_other(saved: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> str:

@@ -127,7 +127,6 @@ class UpdatePlan:
         self._optimizer = optimizer
         self._loss = loss
         self.losses = list(loss.values()) if isinstance(loss, Mapping) else [loss]
-        self.num_updates = len(self.losses)
 
     @property
     def main(self) -> str:

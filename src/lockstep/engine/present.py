@@ -24,8 +24,8 @@ from lockstep.engine.member import Member
 from lockstep.engine.run_state import RunState
 from lockstep.engine.state_parts import Stateful
 from lockstep.engine.step_engine import StepEngine
-from lockstep.engine.step_table import StepAgreement, StepResult
-from lockstep.errors import GroupError, counted
+from lockstep.engine.step_table import StepResult
+from lockstep.errors import counted
 from lockstep.recording.file_format import StepPhase
 from lockstep.reduce.model import Description
 from lockstep.shards import even_ranges
@@ -90,15 +90,13 @@ class PresentEngine:
         continues = arguments.on_worker_loss == "continue" and world == current_world()
         generations = current_generations() if continues else None
         state.waits_for_device = generations is not None
-        # A callback that looks at a step must not look at one that is undone when its loss is read.
-        state.may_be_unread = not state.callbacks.of("on_step")
         self.on_continued: Callable[[Continued, World], None] = _log
         self._is_in_callback = False
         self._is_in_step = False
         self._has_moved = False
         self._trained = _trained_parameters(state.model)
-        self.engine = self._make_engine(world, descriptions)
         self.member = None if generations is None else _member_of(generations)
+        self.engine = self._make_engine(world, descriptions)
         if self.member is not None:
             self.member.add(self)
             self.member.generations.report_ready(max_workers=state.num_shards, min_workers=int(arguments.min_workers))
@@ -174,15 +172,6 @@ class PresentEngine:
         self.member.join()
         return True
 
-    def _ask_others(self, error: GroupError) -> StepAgreement:
-        """Return what a step has exchanged, if that failed here and another worker has it; else raise (collective)."""
-        if self.member is None:
-            raise error
-        agreement = self.member.ask_others(error).agreement
-        if agreement is None:
-            raise error
-        return agreement
-
     # -- Engines -------------------------------------------------------------------------------------------------------
 
     def has_other_parameters(self) -> bool:
@@ -210,21 +199,15 @@ class PresentEngine:
         state.check_last_step()
         self.engine.close()
         progress = {"place in the data": str(state.cursor), "steps taken": str(state.global_step)}
-        self._replace_engine(world, check_arguments(self._arguments, world, progress))
+        descriptions = check_arguments(self._arguments, world, progress)
         if world != current_world():  # not those of the run: the loss of one is an error
             self.member = None
+        self._replace_engine(world, descriptions)
 
     def _make_engine(self, world: World, descriptions: Sequence[Description] | None) -> StepEngine:
         engine = StepEngine(self._state, self._arguments, world, descriptions)
-        present = weakref.ref(self)  # which holds the engine: a cycle would keep its group open for long
-
-        def ask_others(error: GroupError) -> StepAgreement:
-            found = present()
-            if found is None:
-                raise error
-            return found._ask_others(error)  # noqa: SLF001 - of this class
-
-        engine.table.ask_others = ask_others
+        if self.member is not None:
+            engine.table.ask_others = self.member.ask_for_agreement
         return engine
 
     def _replace_engine(self, world: World, descriptions: Sequence[Description] | None) -> None:
@@ -249,7 +232,7 @@ class PresentEngine:
         if self.member is None:
             return
         if is_repeated:
-            self._state.forget_failed_step()
+            self._state.failed_here = ""  # no other worker has finished that step
         if self.engine.phase is StepPhase.CLOSED:
             self.engine.world = world  # for what still works
         else:
@@ -262,7 +245,8 @@ class PresentEngine:
 
     def take_state(self, found: dict[str, Any]) -> None:
         """Take what `state_for_new_worker` has returned on another worker (local)."""
-        self._state.load_for_worker(found)
+        self._state.parts.load_for_worker(found)
+        self._state.note_scheduler()
 
     def report_change(self, joined: NextGeneration, world: World, seconds: float, *, is_repeated: bool) -> None:
         continued = Continued(

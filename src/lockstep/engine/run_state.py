@@ -49,7 +49,7 @@ class RunState:
     `cursor` is the next step; `global_step` counts skipped steps too. With `waits_for_device`, where workers continue
     without one that is lost, the host waits in each step before it exchanges the step table. `is_ending` is the same on
     all workers between two calls. `end_reason` is empty where no callback has ended the training, until the workers
-    have agreed.
+    have agreed. `failed_here` says how the last step has failed here, where other workers may have finished it.
     """
 
     def __init__(self, arguments: TrainerArguments) -> None:
@@ -74,7 +74,6 @@ class RunState:
         self.note_scheduler()
         self.unread_step: Callable[[], LossError | None] | None = None
         """Reads what is on the device of the last step, which may wait; returns its error if it was not finite."""
-        self.may_be_unread = True
         self.waits_for_device = False
         self._updates_made: dict[str, Callable[[], StepOutcome]] = {}
         self.unusable_because = ""
@@ -100,11 +99,6 @@ class RunState:
         if self.precision is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.precision)
-
-    @property
-    def chosen_optimizers(self) -> tuple[str, ...]:
-        """The names of the optimizers that step in the present update; empty where the run has one."""
-        return self.optimizer.chosen if isinstance(self.optimizer, OptimizerSet) else ()
 
     def chosen(self) -> list[Optimizer]:
         if isinstance(self.optimizer, OptimizerSet):
@@ -142,7 +136,7 @@ class RunState:
     @property
     def progress(self) -> int:
         """A number that grows with each update, by which workers see whether they have made the same ones."""
-        return self.global_step * self.plan.num_updates + self.num_updates
+        return self.global_step * len(self.plan.losses) + self.num_updates
 
     def advance(self, batch: ShardedBatch, *, is_last: bool) -> None:
         """Note that an update of the step of `batch` was made; with the last one the step was taken."""
@@ -192,11 +186,6 @@ class RunState:
         """Note how often the scheduler was stepped, which the next step compares (local)."""
         self.num_scheduled: int | None = getattr(self.scheduler, "last_epoch", None)
 
-    @property
-    def failed_step(self) -> str:
-        """How the last step has failed here, if other workers may have finished it, in words; else empty."""
-        return self.failed_here or self.unusable_because
-
     def mark_unusable(self, reason: str) -> None:
         """Note that parameters, optimizer and scheduler belong to no step; the reason is a sentence."""
         self.unusable_because = self.unusable_because or reason
@@ -209,10 +198,6 @@ class RunState:
     def note_failed_step(self, place: str, error: BaseException) -> None:
         left = self.unusable_because or "Nothing was changed by it there."
         self.failed_here = f"{place} failed with {type(error).__name__}: {clause(error)}. {left}"
-
-    def forget_failed_step(self) -> None:
-        """Note that no other worker has finished the step that has failed here."""
-        self.failed_here = ""
 
     def check_usable(self) -> None:
         if self.unusable_because:
@@ -248,10 +233,6 @@ class RunState:
         self.unread_step = None  # what it was is replaced
         with self.parts.loaded(state, others):
             yield
-        self.note_scheduler()
-
-    def load_for_worker(self, found: Mapping[str, Any]) -> None:
-        self.parts.load_for_worker(found)
         self.note_scheduler()
 
 

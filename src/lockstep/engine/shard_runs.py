@@ -131,29 +131,31 @@ class ShardRuns:
             stopwatch.start()
         slices = {part.shard: part for part in batch.slices}
         inputs = self._copy_inputs([slices[task.shard] for task in tasks if task.shard in slices])
-        self._watch.begin()
+        is_watched = self._watch.begin()
         for number, task in enumerate(tasks, start=1):
-            event = NO_EVENT
-            if task.shard in slices:
-                part, data = slices[task.shard], next(inputs)
+            event, part = NO_EVENT, slices.get(task.shard)
+            if part is not None:
+                data = next(inputs)
                 event = self._recorder.begin(EventKind.SHARD, part.shard, part.num_samples, 0)
                 if stopwatch is not None:
                     stopwatch.begin_shard(event)
-                versions = _versions_of(part.data) if self._watch.is_looking else ()
+                versions = _versions_of(part.data) if is_watched else ()
                 looks = part.shard == 0 and self._watch.is_first and batch.num_shards > 1
                 written = {name: each.clone() for name, each in self._buffers_of_users().items()} if looks else {}
                 with ErrorPlace(batch.cursor, part.shard, part.indices):
                     loss = self._run_shard(batch, part, task, data, looks=looks)
                 if written:
                     warn_of_row_writes(written, self._buffers_of_users(), part.num_samples, batch.num_shards)
-                self._watch.end_shard()
+                if is_watched:
+                    self._watch.end_shard()
             is_last = number == len(tasks)
             if not is_last:  # the end of the last one waits for others
                 self.gradients.end(task)
                 self.buffers.end_shard(task.shard, is_last=False)
                 if stopwatch is not None:
                     stopwatch.end_shard(number)
-            if self._watch.has_changes:
+            if is_watched and part is not None:
+                is_watched = False
                 # On the worker of shard 0 alone: a loss that calls collectives would wait for the others. What is
                 # certain is looked for on all, for a forward may do otherwise on some data, or some rank.
                 can_repeat = part.shard == 0 and self.state.num_shards > 1 and versions == _versions_of(part.data)
@@ -239,7 +241,7 @@ class ShardRuns:
                     "it cannot be called once more with the generator seeded. Make the generator where the model is "
                     "made. (LS518)"
                 )
-            self.buffers.begin_shard_again()
+            self.buffers.before.put_back()
             seed_slice(self._purpose, self.state.seed, batch, part)
             return to_device(part.data, self.state.device)
 

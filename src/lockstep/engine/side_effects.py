@@ -153,28 +153,20 @@ class StateWatch:
         self._told: set[str] = set()
 
     @property
-    def is_looking(self) -> bool:
-        """Whether the shard that is run next is the first of a step in which it is looked at."""
-        return self._before is not None and self._changes is None
-
-    @property
     def is_first(self) -> bool:
         """Whether this is the first step, before there is memory of an optimizer's."""
         return self._num_steps == 1
 
-    @property
-    def has_changes(self) -> bool:
-        return self._changes is not None
-
-    def begin(self) -> None:
+    def begin(self) -> bool:
+        """Return whether the first shard of the step is to be looked at."""
         self._num_steps += 1
         is_power_of_two = self._num_steps & (self._num_steps - 1) == 0
         self._before = LeftState(self._model, self._functions) if is_power_of_two else None
-        self._changes = None
+        return is_power_of_two
 
     def end_shard(self) -> None:
-        if self._before is not None and self._changes is None:
-            self._changes = self._before.changes()
+        assert self._before is not None
+        self._changes = self._before.changes()
 
     def judge(
         self,

@@ -82,7 +82,7 @@ class StatePart:
     def keep(self, *, is_stepped: bool) -> Callable[[], object]:
         """Return what puts the part back as it is now, after a load, or with `is_stepped` after steps."""
         del is_stepped
-        return _do_nothing
+        return lambda: None
 
     def modules(self) -> Sequence[nn.Module]:
         """Return the modules whose buffers belong to the part."""
@@ -246,7 +246,7 @@ class ObjectPart(StatePart):
         del is_stepped
         value = self._value
         if value is None:
-            return _do_nothing
+            return lambda: None
         before = copy.deepcopy(value.state_dict())
         return lambda: value.load_state_dict(before)
 
@@ -270,7 +270,7 @@ class CallbacksPart(StatePart):
 
     def keep(self, *, is_stepped: bool) -> Callable[[], object]:
         if is_stepped:  # the steps that are put back call none
-            return _do_nothing
+            return lambda: None
         before = copy.deepcopy(self._callbacks.state_dict())
         return lambda: self._callbacks.load_state_dict(before)
 
@@ -376,7 +376,3 @@ def _merged(found: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         assert not twice, f"two parts have {twice}"
         merged |= each
     return merged
-
-
-def _do_nothing() -> None:
-    """Do nothing: the part has nothing to put back."""

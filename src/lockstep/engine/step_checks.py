@@ -47,7 +47,7 @@ class StepProgress(StepPart):
         An update that fails on one worker fails when the others may have made theirs, so it is found in the next step.
         """
         with calls_for("comparing the steps that the workers have taken"):
-            found = self._world.gather_objects(self._state.failed_step)
+            found = self._world.gather_objects(self._state.failed_here or self._state.unusable_because)
         texts = [f"On rank {rank}, {text}" for rank, text in enumerate(found) if text]
         if not texts:
             odd = next((rank for rank, count in enumerate(counts) if count != counts[0]), 0)
@@ -201,20 +201,17 @@ class ShardBalance(StepPart):
     """Moves shards to workers that are faster, where the trainer has `balance="speed"`."""
 
     def __init__(self, runs: ShardRuns) -> None:
-        self._runs = runs
         self._balancer = Balancer()
-        self._seconds = Column(float, self._read_seconds)
-        self._epoch = Column(int, lambda step: step.batch.assignment.last_requested.epoch)
-        self._step = Column(int, lambda step: step.batch.assignment.last_requested.step)
-        self.columns = () if runs.stopwatch is None else (self._seconds, self._epoch, self._step)
+        if (stopwatch := runs.stopwatch) is not None:
+            self._seconds = Column(float, lambda _: stopwatch.seconds_per_shard())
+            self._epoch = Column(int, lambda step: step.batch.assignment.last_requested.epoch)
+            self._step = Column(int, lambda step: step.batch.assignment.last_requested.step)
+            self.columns = self._seconds, self._epoch, self._step
 
     def check(self, step: CurrentStep, rows: Rows) -> None:
         if self.columns:
             last_requested = max(map(Cursor, rows[self._epoch], rows[self._step]))
             self._balancer.note(step.batch, rows[self._seconds], last_requested)
-
-    def _read_seconds(self, _step: CurrentStep) -> float:
-        return 0.0 if self._runs.stopwatch is None else self._runs.stopwatch.seconds_per_shard()
 
 
 @final

@@ -24,7 +24,7 @@ failed here alone, and the worker then has all to finish the step but what that 
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar, cast, final
 
 import torch
@@ -38,7 +38,7 @@ from lockstep.engine.arguments import TrainerArguments, check_fingerprints, chec
 from lockstep.engine.batches import gather_results
 from lockstep.engine.buffers import without_repeats
 from lockstep.engine.comparison import ShardHashes, WorkerComparison, number_shards
-from lockstep.engine.decision import ReducedGradients, StepJudge
+from lockstep.engine.decision import ReducedGradients
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import ShardRuns
 from lockstep.engine.step_checks import (
@@ -51,7 +51,7 @@ from lockstep.engine.step_checks import (
 from lockstep.engine.step_table import CurrentStep, Failure, StepOutcome, StepPart, StepResult, StepTable, merge_updates
 from lockstep.engine.update import Update
 from lockstep.engine.written_parameters import WrittenParameters
-from lockstep.errors import GroupError, LossError, ReductionError, UnusableStateError
+from lockstep.errors import GroupError, LossError, ReductionError, UnusableStateError, chain_of
 from lockstep.recording import EventKind, own_recorder
 from lockstep.recording.file_format import StepPhase
 from lockstep.reduce import TrainedModel, check_same_model
@@ -131,7 +131,6 @@ class StepEngine:
         self._parts = [make(self.runs) for make in STEP_PARTS]
         self.requests = self.part(StepRequests)
         self._update = Update(self.runs, owner=self)
-        self._judge = StepJudge(self.runs, self._update)
 
     def part(self, kind: type[Part]) -> Part:
         return next(part for part in self._parts if isinstance(part, kind))
@@ -165,7 +164,7 @@ class StepEngine:
             self._enter(StepPhase.REDUCE)
             self.runs.end_last(step)
             self._agree(step)
-            decision = step.decision = self._judge.decide(step)
+            decision = step.decision = self._update.decide(step)
             self._enter(StepPhase.COMMIT)
             self._update.apply(step, decision)  # the user's code, which may fail, comes first
             self._commit(step)
@@ -286,7 +285,7 @@ class StepEngine:
         step.error = None if is_consequence else error
         try:
             if not has_reduced:
-                self.runs.gradients.fail(getattr(step.batch, "ranges", ()), error)
+                self.runs.gradients.fail(getattr(step.batch, "ranges", ()))
             rows = self.table.fill_in(step, self._parts)
             self.table.agree(step, rows)
             for part in self._parts[: self._parts.index(self.part(StepProgress)) + 1]:  # which raises, for all
@@ -300,15 +299,11 @@ class StepEngine:
             return  # the other workers have one too, or have exited
         except Exception as failure:  # noqa: BLE001 - it is not the cause, and `error` is raised
             error.add_note(f"The other workers could not be sent this error: {type(failure).__name__}: {failure}")
-            self._leave_group(error)
+            group = self.world.group
+            if group is not None and capabilities_of(group).reports_exits:  # no worker is to wait for this one
+                cast("ReportsExits", group).report_failure(error)
         finally:
             step.error = None  # its traceback has this frame: a cycle, which would keep what the frames hold
-
-    def _leave_group(self, error: Exception) -> None:
-        """Let no worker wait for this one, which cannot make the calls in which they wait (local)."""
-        group = self.world.group
-        if group is not None and capabilities_of(group).reports_exits:
-            cast("ReportsExits", group).report_failure(error)
 
     def _read_last_step(self, error: Exception) -> None:
         """Put the progress of a last step back that was not finite, as all workers do in this step (local)."""
@@ -327,19 +322,9 @@ def _release_memory(error: BaseException) -> None:
     The activations of the step are there, and the calls that the other workers wait for may need memory. Other errors
     keep their frames, for a debugger.
     """
-    for each in _chain(error):
-        if _is_out_of_memory(each):
-            for released in _chain(error):
-                traceback.clear_frames(released.__traceback__)
-            return
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
+    if any(map(_is_out_of_memory, chain_of(error))):
+        for each in chain_of(error):
+            traceback.clear_frames(each.__traceback__)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

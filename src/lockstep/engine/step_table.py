@@ -343,8 +343,8 @@ class StepAgreement:
 class StepTable:
     """Makes the exchanges of each step.
 
-    `ask_others` returns what was exchanged where that has failed here, if another worker has all of it; else it raises
-    the error.
+    `ask_others` is called where one has failed here, for what was exchanged if another worker has all of it; it is None
+    where the loss of a worker is an error of the step.
     """
 
     def __init__(self, world: World, num_shards: int, device: torch.device) -> None:
@@ -352,7 +352,7 @@ class StepTable:
         self._num_shards = num_shards
         self._device = device
         self.agreement: StepAgreement | None = None
-        self.ask_others: Callable[[GroupError], StepAgreement] = _raise
+        self.ask_others: Callable[[GroupError], StepAgreement | None] | None = None
 
     def fill_in(self, step: CurrentStep, parts: Sequence[StepPart]) -> Rows:
         columns = list(chain.from_iterable(part.columns for part in parts))
@@ -376,8 +376,14 @@ class StepTable:
         except GroupError as error:
             if step.failure:
                 raise
-            rows.numbers = self.ask_others(error).numbers
+            rows.numbers = self._ask_others(error).numbers
         step.rows = rows
+
+    def _ask_others(self, error: GroupError) -> StepAgreement:
+        agreement = None if self.ask_others is None else self.ask_others(error)
+        if agreement is None:
+            raise error
+        return agreement
 
     def exchange(self, numbers: list[float]) -> Sequence[float]:
         group = self._world.group
@@ -410,9 +416,4 @@ class StepTable:
         try:
             return gather_results(self._world, lambda: [question.send() for question in questions], purpose)
         except GroupError as error:
-            return self.ask_others(error).answers[may_raise]
-
-
-def _raise(error: GroupError) -> StepAgreement:
-    """Raise the error: there is no way to continue without a lost worker."""
-    raise error
+            return self._ask_others(error).answers[may_raise]

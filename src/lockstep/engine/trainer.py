@@ -263,7 +263,7 @@ class Trainer:
             ValueError: Workers have different data.
         """
         self._state.check_last_step()
-        forward = _call_with_first if forward is None else forward
+        forward = forward or (lambda model, batch: model(batch[0]))
         found = self._present.repeatable(
             lambda world: compute_statistics(self._state, world, loader, weights.tensors, forward)
         )
@@ -561,7 +561,3 @@ class Trainer:
             TRAINED_MODELS.discard(self._state)
             self._switches.restore()
         self._state.check_last_step()
-
-
-def _call_with_first(model: nn.Module, batch: Any) -> object:
-    return model(batch[0])

@@ -1,4 +1,4 @@
-"""The update of a step: what the commit phase calls of the user's objects, and how an error in it is handled.
+"""The update of a step: whether it is made, what it calls of the user's objects, and how an error in it is handled.
 
 Commit writes to what lasts, so an error there cannot simply be undone. An optimizer that raises has often written
 nothing yet: a hook before its step has failed, or the memory for its state. Then the step is as if it had not begun.
@@ -11,20 +11,27 @@ of the parameters is taken too; if all that had a gradient were counted as writt
 
 import copy
 import math
+import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from operator import is_
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.engine.decision import LaunchedStep, complete_losses, explain_nonfinite
+from lockstep.engine.losses import DeviceRow, find_bad_loss
 from lockstep.engine.optimizers import guard_steps, separate_optimizers, steps_allowed
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import ShardRuns
-from lockstep.engine.step_table import CurrentStep, Decision
+from lockstep.engine.step_table import CurrentStep, Decision, StepOutcome, WeightedLosses
+from lockstep.errors import LossError
+from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.shards import derive_seed
 from lockstep.torch_private.modules import (
@@ -42,11 +49,12 @@ _WRITTEN_BY_SCHEDULER = "The scheduler's state could not be put back."
 
 @final
 class Update:
-    """Makes the updates of a trainer, `owner`, and lets nobody else step its optimizers."""
+    """Decides on the updates of a trainer, `owner`, makes them, and lets nobody else step its optimizers."""
 
     def __init__(self, runs: ShardRuns, owner: object) -> None:
         self._state = state = runs.state
-        self._random = runs.random
+        self._runs = runs
+        self._skips_nonfinite = runs.arguments.nonfinite == "skip"
         self._max_grad_norm = runs.arguments.norm_limit
         self._owner = weakref.ref(owner)  # which holds this: a cycle would keep its group open for long
         self._guards = [guard_steps(each, owner) for each in separate_optimizers(state.optimizer)]
@@ -56,7 +64,7 @@ class Update:
         self._updated: set[nn.Parameter] = set()
         self._updated_state: object = None
 
-    def can_be_left_out(self) -> bool:
+    def _can_be_left_out(self) -> bool:
         """Whether the next update can be left out on the device, by `is_bad` of `apply` (local).
 
         Not the first of a parameter: an optimizer that is left out has made its state, but not filled it.
@@ -67,6 +75,63 @@ class Update:
             return False
         return self._updated_state is self._state.optimizer.state and self._updated >= self._with_gradient()
 
+    def decide(self, step: CurrentStep) -> Decision:
+        norm: Tensor | None = None
+        if not step.problem and self._state.scaler is None and self._max_grad_norm is not None:
+            # The scaler does it itself. After the hooks, which may have put others in their place.
+            norm = nn.utils.get_total_norm(
+                each.grad for each in self._state.trained_parameters() if each.grad is not None
+            )
+        if self._runs.row is not None:
+            return self._decide_on_device(step, norm, self._runs.row)
+        is_suspect = step.may_be_nonfinite or (norm is not None and not math.isfinite(norm))
+        problem = step.problem or self._look_at_gradients(step, norm, is_suspect=is_suspect)
+        return self._decide_on_host(problem, step.losses, norm, self._runs.values.means()(None))
+
+    def _look_at_gradients(self, step: CurrentStep, norm: Tensor | None, *, is_suspect: bool) -> str:
+        has_other_gradients = step.has_hooks and self._state.scaler is None  # which looks at them itself
+        return explain_nonfinite(self._state, norm, step.place) if is_suspect or has_other_gradients else ""
+
+    def _decide_on_host(
+        self, problem: str, losses: WeightedLosses, norm: Tensor | None, values: Mapping[str, float]
+    ) -> Decision:
+        if problem and not self._skips_nonfinite:
+            raise LossError(f"{problem} No parameter was changed. (LS516)")
+        if problem:
+            warnings.warn(f"{problem} The step is skipped on every worker. (LS516)", stacklevel=stacklevel_of_user())
+        outcome = StepOutcome(
+            loss=losses.mean_loss,
+            weight=losses.weight,
+            is_skipped=bool(problem),
+            values=values,
+            grad_norm=None if norm is None else float(norm),
+        )
+        if problem or self._state.scaler is None or self._max_grad_norm is None:
+            return Decision(norm=norm, is_skipped=bool(problem), is_bad=None, read=lambda: outcome)
+        late = torch.zeros((), device=self._state.device)  # the update writes it: it unscales the gradients first
+        return Decision(norm=late, is_skipped=False, is_bad=None, read=lambda: replace(outcome, grad_norm=float(late)))
+
+    def _decide_on_device(self, step: CurrentStep, norm: Tensor | None, row: DeviceRow) -> Decision:
+        """[Note: an update that the device decides on]."""
+        if norm is not None:
+            row.norm.copy_(norm)
+        is_bad = row.is_bad(step.total_weight if isinstance(step.total_weight, Tensor) else None)
+        read_row, means = row.start_copy(), self._runs.values.means()
+        can_be_left_out = self._can_be_left_out() and self._runs.buffers.can_be_left_out()
+        # A callback that looks at a step must not look at one that is undone when its loss is read.
+        is_looked_at = bool(self._state.callbacks.of("on_step"))
+        if not can_be_left_out or step.has_hooks or step.has_new_layout or is_looked_at:
+            row_values = read_row()
+            losses = complete_losses(step.losses, row_values)
+            is_suspect = row_values.has_bad_gradient or not math.isfinite(row_values.norm)
+            problem = find_bad_loss(losses, step.batch) or self._look_at_gradients(step, norm, is_suspect=is_suspect)
+            return self._decide_on_host(problem, losses, norm, means(row_values))
+        pending = LaunchedStep(
+            self._runs, step, read_row, means, skips_nonfinite=self._skips_nonfinite, has_norm=norm is not None
+        )
+        self._state.unread_step = pending.find_error
+        return Decision(norm=norm, is_skipped=False, is_bad=is_bad, read=pending.read)
+
     def close(self) -> None:
         for guard in self._guards:
             guard.trainers.discard(self._owner())
@@ -75,15 +140,15 @@ class Update:
         """Clip, update and step the scheduler (local). An error has changed nothing, or marks the state as unusable.
 
         With a scaler the norm is computed here, and written into that of the decision. Where that is bad on the device,
-        the device leaves the update out; only where `can_be_left_out`.
+        the device leaves the update out; only where it can do that.
         """
         purpose = f"update {step.update.name}" if step.update.name else "update"
-        self._random.seed(derive_seed(purpose, self._state.seed, step.batch.cursor.epoch, step.batch.cursor.step))
+        self._runs.random.seed(derive_seed(purpose, self._state.seed, step.batch.cursor.epoch, step.batch.cursor.step))
         if decision.is_skipped:
             self._step_scheduler_alone()
             return
         norm, is_bad = decision.norm, decision.is_bad
-        chosen = self._state.chosen_optimizers
+        chosen = step.update.chosen
         counts_are_enough = self._counts_are_enough.get(chosen)
         before = _WriteRecord(self._state, self._parameters, reads_bits=counts_are_enough is None)
         self._has_updated_scaler = False
@@ -94,7 +159,9 @@ class Update:
                 self._state.mark_unusable(_WRITTEN_BY_OPTIMIZER)
             else:
                 before.put_back_options()
-                self._forget_scaling()
+                if self._state.scaler is not None:  # what `unscale_` and `step` have noted since the last `update`
+                    for optimizer in self._state.chosen():
+                        forget_scaling(self._state.scaler, optimizer)
             raise
         if is_bad is None and has_step_on_device(self._state.optimizer):
             self._updated, self._updated_state = self._with_gradient(), self._state.optimizer.state
@@ -124,12 +191,6 @@ class Update:
         except BaseException:
             self._state.mark_unusable(reason)
             raise
-
-    def _forget_scaling(self) -> None:
-        """Let the scaler forget what `unscale_` and `step` have noted since the last `update`."""
-        if self._state.scaler is not None:
-            for optimizer in self._state.chosen():
-                forget_scaling(self._state.scaler, optimizer)
 
     def _with_gradient(self) -> set[nn.Parameter]:
         return {parameter for parameter in self._state.trained_parameters() if parameter.grad is not None}

@@ -11,7 +11,6 @@
 A worker that is alone has the whole tree in its stack, and sends nothing.
 """
 
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import repeat
@@ -160,7 +159,7 @@ class ShardReducer:
             self._reducer.reduce_without_backward()
         self._partials.clear()
 
-    def sum_for_finite_check(self, device: torch.device) -> Tensor:
+    def sum_for_finite_check(self, device: torch.device) -> Tensor | float:
         """Return a number that is not finite if a gradient of the step that has ended is not (local).
 
         Each worker looks at its segment of every bucket, so it is true of the numbers of all workers together: of the
@@ -178,15 +177,12 @@ class ShardReducer:
         segments = (bucket.gradients.tensor_split(self._world.world_size) for bucket in self._reducer.buckets)
         return (parts[self._world.rank] for parts in segments)
 
-    def fail(self, ranges: Sequence[range], error: BaseException | None = None) -> None:
+    def fail(self, ranges: Sequence[range]) -> None:
         """Let all workers have an error for this step, which this one cannot complete (collective).
 
         Ranges that cannot be those of these workers, as in a batch of another loader, are replaced by those of the step
-        before. If `error` says that no memory was left, the tensors that its frames hold are released first. A
-        GroupError says that the other workers cannot be informed.
+        before. A GroupError says that the other workers cannot be informed.
         """
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            release_frames(error)
         self._partials.clear()
         self._in_place.begin_step()
         if self._reducer is not None and self._tree is not None:
@@ -218,13 +214,6 @@ class ShardReducer:
 
     def _list_hooks(self) -> list[tuple[int, ...]]:
         return [tuple(hooks or ()) for hooks in map(post_accumulate_grad_hooks, self._parameters)]
-
-
-def release_frames(error: BaseException | None) -> None:
-    """Clear the local variables of the frames that an error has left, which hold the tensors of a step (local)."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 @final

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.devices.transfer import is_asynchronous
 from lockstep.torch_private.modules import flatten_dense
 
 _IS_SPARSE = attrgetter("is_sparse")
@@ -46,8 +47,6 @@ _GLANCE_ELEMENTS = 1 << 14
 """Of a larger tensor a glance sees about so many elements."""
 _SMALL_ELEMENTS = 1 << 14
 """Tensors below are put together first: a call of its own would take longer than the copying."""
-_SUMMED_TOGETHER = 1 << 16
-"""The same for sums, which take less time than numbers for bits."""
 _CHUNK_ELEMENTS = 1 << 18
 """So many elements per thread stay in the processor's cache between two operations, and take longer than the calls."""
 Whole = TypeVar("Whole", int, Tensor)
@@ -243,19 +242,20 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def sum_for_finite_check(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return a float64 scalar on `device` that is not finite if any number in the tensors is not (local)."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
+def sum_for_finite_check(tensors: Iterable[Tensor], device: torch.device) -> Tensor | float:
+    """Return a number that is not finite if any in the tensors is not (local); it stays on an asynchronous device."""
+    sums: list[Tensor] = []
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         real = _as_real(tensor)
-        if real.numel() < _SUMMED_TOGETHER:
+        if real.numel() < _SMALL_ELEMENTS:
             small.setdefault((real.dtype, real.device), []).append(real)
         else:
-            total += _sum(real).to(device)
-    for alike in small.values():
-        total += _sum(flatten_dense(alike)).to(device)
-    return total
+            sums.append(_sum(real))
+    sums += [_sum(flatten_dense(alike)) for alike in small.values()]
+    if is_asynchronous(device):
+        return torch.stack([each.to(device, torch.float64) for each in sums]).sum() if sums else 0.0
+    return sum(map(float, sums))
 
 
 @torch.no_grad()

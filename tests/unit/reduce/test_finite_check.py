@@ -17,7 +17,6 @@ def tensors(dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 def test_finite_numbers_have_a_finite_sum(dtype: torch.dtype) -> None:
     total = sum_for_finite_check(tensors(dtype), CPU)
-    assert total.dtype == torch.float64
     assert total == 100.0 * (3 + (1 << 15) + 1000)
 
 
@@ -27,9 +26,9 @@ def test_finite_numbers_have_a_finite_sum(dtype: torch.dtype) -> None:
 def test_one_bad_number_makes_the_sum_not_finite(bad: float, dtype: torch.dtype, number: int) -> None:
     found = tensors(dtype)
     found[number][-1] = torch.tensor(complex(0.0, bad) if dtype.is_complex else bad)
-    assert not sum_for_finite_check(found, CPU).isfinite()
+    assert not math.isfinite(sum_for_finite_check(found, CPU))
 
 
 def test_infinities_of_both_signs_are_seen() -> None:
-    assert not sum_for_finite_check([torch.tensor([math.inf, 1.0]), torch.tensor([-math.inf])], CPU).isfinite()
+    assert not math.isfinite(sum_for_finite_check([torch.tensor([math.inf, 1.0]), torch.tensor([-math.inf])], CPU))
     assert sum_for_finite_check([], CPU) == 0
