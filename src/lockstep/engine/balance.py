@@ -16,6 +16,7 @@ from typing import final
 import torch
 
 from lockstep.data import Cursor, ShardedBatch
+from lockstep.engine.step_table import Column, CurrentStep, Rows, StepPart
 from lockstep.recording import WorkerRecorder
 from lockstep.shards.assignment import balance_ranges
 
@@ -26,12 +27,21 @@ _MIN_GAIN = 0.08
 
 
 @final
-class Balancer:
-    """Decides from the workers' measurements who runs which shards. [Note: the same decision on all workers]."""
+class ShardBalance(StepPart):
+    """Moves shards to workers that are faster, where the trainer has `balance="speed"`, and so a stopwatch."""
 
-    def __init__(self) -> None:
+    def __init__(self, stopwatch: "Stopwatch | None") -> None:
         self._measured: deque[Sequence[float]] = deque(maxlen=_NUM_STEPS)
-        self._valid_from: tuple[int, int] = (0, 0)
+        if stopwatch is not None:
+            self._seconds = Column(float, lambda _: stopwatch.seconds_per_shard())
+            self._epoch = Column(int, lambda step: step.batch.assignment.last_requested.epoch)
+            self._step = Column(int, lambda step: step.batch.assignment.last_requested.step)
+            self.columns = self._seconds, self._epoch, self._step
+
+    def check(self, step: CurrentStep, rows: Rows) -> None:
+        if self.columns:
+            last_requested = max(map(Cursor, rows[self._epoch], rows[self._step]))
+            self.note(step.batch, rows[self._seconds], last_requested)
 
     def note(self, batch: ShardedBatch, seconds: Sequence[float], last_requested: Cursor) -> None:
         """Record what the workers measured in the step of `batch`, and move shards if that makes steps shorter.

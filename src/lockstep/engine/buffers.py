@@ -140,7 +140,7 @@ class BufferSnapshot:
         return self._read_layout() == self._layout and all(map(is_, _values(self._parts), self._named))
 
     def _read_layout(self) -> tuple[list[int], list[str]]:
-        return list(map(len, self._parts)), list(chain.from_iterable(self._parts))
+        return list(map(len, self._parts)), list(chain.from_iterable(part.keys() for part in self._parts))
 
     def put_back(self) -> None:
         self.restore_names()
@@ -166,8 +166,9 @@ class BufferSnapshot:
         if self._are_names_recorded():
             return
         for part, names in zip(self._parts, self.names, strict=True):
-            part.clear()
-            part.update(names)
+            if part or names:
+                part.clear()
+                part.update(names)
 
     def is_other_layout(self, parts: BufferParts) -> bool:
         """Return whether `parts` are other buffers than the recorded ones, or of other shapes."""
@@ -223,7 +224,7 @@ def describe_buffers(parts: BufferParts, recorded: Mapping[int, Tensor] = Mappin
 
 
 def _values(parts: Iterable[dict[str, Tensor | None]]) -> Iterator[Tensor | None]:
-    return chain.from_iterable(map(dict.values, parts))
+    return chain.from_iterable(part.values() for part in parts)
 
 
 def _tensors(parts: Iterable[dict[str, Tensor | None]]) -> Iterator[Tensor]:

@@ -27,7 +27,7 @@ from lockstep.engine.losses import (
 )
 from lockstep.engine.networks import find_networks, networks_walk
 from lockstep.engine.optimizers import UpdateSpec
-from lockstep.engine.parameter_hooks import ParameterHooks
+from lockstep.engine.parameters import ParameterHooks
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_notices import buffers_of_users, warn_of_compared_samples, warn_of_row_writes
 from lockstep.engine.side_effects import StateWatch

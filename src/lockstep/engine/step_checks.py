@@ -8,9 +8,8 @@ from typing import final
 import torch
 
 from lockstep.comm import calls_for
-from lockstep.data import OTHER_DATA, Cursor
+from lockstep.data import OTHER_DATA
 from lockstep.engine.arguments import check_optimizer
-from lockstep.engine.balance import Balancer
 from lockstep.engine.batches import check_cut, check_sync_batchnorm
 from lockstep.engine.shard_runs import ShardRuns
 from lockstep.engine.step_table import FAILURE, Column, CurrentStep, Failure, Rows, StepPart
@@ -194,24 +193,6 @@ def _read_settings() -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "deterministic operators": torch.are_deterministic_algorithms_enabled(),
     }
-
-
-@final
-class ShardBalance(StepPart):
-    """Moves shards to workers that are faster, where the trainer has `balance="speed"`."""
-
-    def __init__(self, runs: ShardRuns) -> None:
-        self._balancer = Balancer()
-        if (stopwatch := runs.stopwatch) is not None:
-            self._seconds = Column(float, lambda _: stopwatch.seconds_per_shard())
-            self._epoch = Column(int, lambda step: step.batch.assignment.last_requested.epoch)
-            self._step = Column(int, lambda step: step.batch.assignment.last_requested.step)
-            self.columns = self._seconds, self._epoch, self._step
-
-    def check(self, step: CurrentStep, rows: Rows) -> None:
-        if self.columns:
-            last_requested = max(map(Cursor, rows[self._epoch], rows[self._step]))
-            self._balancer.note(step.batch, rows[self._seconds], last_requested)
 
 
 @final

@@ -35,22 +35,17 @@ from lockstep.data import ShardedBatch
 from lockstep.devices.transfer import is_asynchronous
 from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.engine.arguments import TrainerArguments, check_fingerprints, check_same_arguments
+from lockstep.engine.balance import ShardBalance
 from lockstep.engine.batches import gather_results
 from lockstep.engine.buffers import without_repeats
 from lockstep.engine.comparison import ShardHashes, WorkerComparison, number_shards
 from lockstep.engine.decision import ReducedGradients
+from lockstep.engine.parameters import WrittenParameters
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import ShardRuns
-from lockstep.engine.step_checks import (
-    SameBatch,
-    SameSettings,
-    ShardBalance,
-    StepProgress,
-    StepRequests,
-)
+from lockstep.engine.step_checks import SameBatch, SameSettings, StepProgress, StepRequests
 from lockstep.engine.step_table import CurrentStep, Failure, StepOutcome, StepPart, StepResult, StepTable, merge_updates
 from lockstep.engine.update import Update
-from lockstep.engine.written_parameters import WrittenParameters
 from lockstep.errors import GroupError, LossError, ReductionError, UnusableStateError, chain_of
 from lockstep.recording import EventKind, own_recorder
 from lockstep.recording.file_format import StepPhase
@@ -62,7 +57,7 @@ Part = TypeVar("Part", bound=StepPart)
 STEP_PARTS: Sequence[Callable[[ShardRuns], StepPart]] = (
     lambda runs: runs.buffers,  # first: a worker that fails in a later part sends the buffers of this step
     lambda runs: runs.random,
-    WrittenParameters,
+    lambda runs: WrittenParameters(runs.state, runs.world),
     StepProgress,
     SameBatch,
     SameSettings,
@@ -71,7 +66,7 @@ STEP_PARTS: Sequence[Callable[[ShardRuns], StepPart]] = (
     WorkerComparison,
     lambda runs: runs.losses,
     lambda runs: runs.values,
-    ShardBalance,
+    lambda runs: ShardBalance(runs.stopwatch),
     StepRequests,
 )
 """What takes part in each step, in the order in which parts begin, check and commit; they are undone in the opposite

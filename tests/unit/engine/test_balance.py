@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 from lockstep.comm import World
 from lockstep.data import Cursor, ShardedBatch, ShardedLoader
 from lockstep.data.batch import ShardAssignment
-from lockstep.engine.balance import Balancer
+from lockstep.engine.balance import ShardBalance
 
 
 def loader(rank: int, num_workers: int = 0) -> ShardedLoader:
@@ -22,12 +22,12 @@ def sizes(batch: ShardedBatch) -> list[int]:
 
 
 def run(rank: int, seconds: Any, num_workers: int = 0, num_epochs: int = 1) -> list[ShardedBatch]:
-    balancer, found = Balancer(), []
+    balance, found = ShardBalance(None), []
     data = loader(rank, num_workers)
     for epoch in range(num_epochs):
         for batch in data.epoch(epoch):
             found.append(batch)
-            balancer.note(batch, seconds(len(found)), batch.assignment.last_requested)
+            balance.note(batch, seconds(len(found)), batch.assignment.last_requested)
     return found
 
 
@@ -63,7 +63,7 @@ def test_a_change_waits_for_batches_that_the_user_has_taken_ahead() -> None:
     # A prefetcher on rank 0 is further ahead than the one on rank 1: the change once came in the middle of the former.
     def taken(num_ahead: tuple[int, int]) -> list[list[ShardedBatch]]:
         loaders = [loader(rank).epoch(0) for rank in range(2)]
-        balancers = [Balancer(), Balancer()]
+        balances = [ShardBalance(None), ShardBalance(None)]
         waiting: list[list[ShardedBatch]] = [[], []]
         found: list[list[ShardedBatch]] = [[], []]
         for _ in range(12):
@@ -73,7 +73,7 @@ def test_a_change_waits_for_batches_that_the_user_has_taken_ahead() -> None:
             last_requested = max(batch.assignment.last_requested for batch in batches)
             for rank, batch in enumerate(batches):
                 found[rank].append(batch)
-                balancers[rank].note(batch, (0.1, 0.3), last_requested)
+                balances[rank].note(batch, (0.1, 0.3), last_requested)
         return found
 
     first, second = taken((4, 1))

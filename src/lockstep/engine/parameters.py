@@ -1,4 +1,10 @@
-"""Parameters that a forward writes: each worker runs other shards, so they would differ between workers.
+"""What user code does with parameters while the shards of a step run: its hooks on them, and writes to them.
+
+[Note: hooks on parameters] The user's hooks are given the gradient of the whole batch, as in a plain loop.
+A backward here is of one shard, and its gradient is weighted: a hook that clips it, or steps by it, would compute
+something else. So the hooks are taken off while the shards run. When the gradients are reduced they are called, for
+each parameter that has a gradient: first those of `register_hook`, which may replace it, then those of
+`register_post_accumulate_grad_hook`. Gradients are clipped after that.
 
 [Note: parameters that are written] An average of the weights that a forward keeps in frozen parameters is updated once
 per shard: after a step it would depend on which shards a worker has run. Writes show in a tensor's version, and
@@ -6,35 +12,151 @@ replaced memory in its address. Writes through `.data` show in neither; for them
 steps only, for that reads every parameter.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import final
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.comm import calls_for
+from lockstep.comm import World, calls_for
 from lockstep.engine.batches import gather_results
-from lockstep.engine.shard_runs import ShardRuns
+from lockstep.engine.run_state import RunState
 from lockstep.engine.step_table import FAILURE, Column, CurrentStep, Rows, StepPart
 from lockstep.errors import LossError
+from lockstep.reduce.model import TrainedParameter
 from lockstep.reduce.tensor_bits import sum_of_bits
+from lockstep.torch_private.autograd import post_accumulate_grad_hooks, tensor_hooks
 from lockstep.torch_private.modules import version_of
 
+_HOOKS_PURPOSE = "calling the hooks on parameters"
+_PUTTING_BACK = "putting back parameters that a forward has written"
+_OWN = "lockstep."
+"""Our own hooks are partials of functions in our modules."""
 _NUM_READ = 3
 """The first steps in which contents are compared. An average that starts from equal weights is equal after step 1."""
-_PURPOSE = "putting back parameters that a forward has written"
 _WRITTEN = "A forward or the loss function had written parameters."
+
+
+@final
+class ParameterHooks(StepPart):
+    """Takes the user's hooks off the parameters of a model, calls them, and puts them on again."""
+
+    def __init__(self, trained: Sequence[TrainedParameter], world: World) -> None:
+        self._parameters = [each.parameter for each in trained]
+        self._names = {each.parameter: each.spec.name for each in trained}
+        self._world = world
+        self._num_own = -1
+        self._taken: list[tuple[nn.Parameter, dict[int, Any], dict[int, Any]]] = []
+        self._are_there = Column(bool, lambda _: bool(self._taken))
+        self.columns = (self._are_there,)
+
+    def begin(self, _step: CurrentStep) -> None:
+        self._take_off()
+
+    def check(self, step: CurrentStep, rows: Rows) -> None:
+        step.has_hooks = any(rows[self._are_there])
+        if step.has_hooks:
+            # Not where the step fails, or is left out: a hook may step an optimizer.
+            step.ask(_HOOKS_PURPOSE, lambda: {} if step.problem else self._call(), self._compare)
+
+    def commit(self, _step: CurrentStep) -> None:
+        self._put_on()
+
+    def undo(self, _step: CurrentStep) -> None:
+        self._put_on()
+
+    @contextmanager
+    def taken_off(self) -> Iterator[None]:
+        self._take_off()
+        try:
+            yield
+        finally:
+            self._put_on()
+
+    def _compare(self, found: list[dict[str, int | None]]) -> None:
+        for rank, numbers in enumerate(found):
+            if numbers != found[0]:
+                names = [name for name in {**found[0], **numbers} if found[0].get(name) != numbers.get(name)]
+                raise ValueError(
+                    f"The hooks on parameter {names[0]} give another gradient on rank {rank} than on rank 0. Register "
+                    "the same hooks on every rank, and let them depend on the gradient alone. "
+                    "No parameter was changed. (LS520)"
+                )
+
+    def _call(self) -> dict[str, int | None]:
+        """Call them; return a number for each gradient that they changed: hooks that only look may be on one rank."""
+        reduced = self._number_gradients()
+        for parameter, before, after in self._taken:
+            if parameter.grad is None:
+                continue
+            for hook in before.values():
+                replaced = hook(parameter.grad)
+                if replaced is not None:
+                    parameter.grad = replaced
+            for hook in after.values():
+                hook(parameter)
+        return {name: number for name, number in self._number_gradients().items() if number != reduced[name]}
+
+    def _number_gradients(self) -> dict[str, int | None]:
+        gradients = {self._names[parameter]: parameter.grad for parameter, *_ in self._taken}
+        return {
+            name: None if each is None else 0 if self._world.world_size == 1 else int(sum_of_bits([each]))
+            for name, each in gradients.items()
+        }
+
+    def _take_off(self) -> None:
+        registries = chain(map(tensor_hooks, self._parameters), map(post_accumulate_grad_hooks, self._parameters))
+        num_hooks = sum(map(len, filter(None, registries)))
+        if num_hooks == self._num_own:
+            return
+        for parameter in self._parameters:
+            before, after = (_take(hooks(parameter)) for hooks in (tensor_hooks, post_accumulate_grad_hooks))
+            if before or after:
+                self._taken.append((parameter, before, after))
+        self._num_own = num_hooks - sum(len(before) + len(after) for _, before, after in self._taken)
+
+    def _put_on(self) -> None:
+        for parameter, before, after in self._taken:
+            _put(tensor_hooks(parameter), before)
+            _put(post_accumulate_grad_hooks(parameter), after)
+        self._taken = []
+
+
+def _take(registry: MutableMapping[int, Any] | None) -> dict[int, Any]:
+    if not registry:
+        return {}
+    found = {number: hook for number, hook in registry.items() if not _is_own(hook)}
+    for number in found:
+        del registry[number]
+    return found
+
+
+def _put(registry: MutableMapping[int, Any] | None, hooks: dict[int, Any]) -> None:
+    if registry is None or not hooks:
+        return
+    registry.update(hooks)
+    own = {number: hook for number, hook in registry.items() if number not in hooks}
+    for number, hook in own.items():  # ours run last
+        del registry[number]
+        registry[number] = hook
+
+
+def _is_own(hook: Any) -> bool:
+    return isinstance(hook, partial) and str(getattr(hook.func, "__module__", "")).startswith(_OWN)
 
 
 @final
 class WrittenParameters(StepPart):
     """Puts back parameters that were written between the beginning of a step and the update."""
 
-    def __init__(self, runs: ShardRuns) -> None:
-        self._state, self._world = runs.state, runs.world
-        self._has_several = runs.state.num_shards > 1
-        self._cover(runs.state.networks.parameters)
+    def __init__(self, state: RunState, world: World) -> None:
+        self._state, self._world = state, world
+        self._has_several = state.num_shards > 1
+        self._cover(state.networks.parameters)
         self._before: tuple[list[int], list[int]] | None = None
         self._bits: Tensor | None = None
         self._written: list[int] = []
@@ -131,7 +253,7 @@ class WrittenParameters(StepPart):
         Where a parameter was given memory of another shape, it gets memory of its own shape again.
         Returns the names of those that every worker has written, whose values are lost; the same on all.
         """
-        with calls_for(_PURPOSE):
+        with calls_for(_PUTTING_BACK):
             found: list[list[int]] = self._world.gather_objects(self._written)
         sources = {
             number: next((rank for rank, written in enumerate(found) if number not in written), None)
@@ -146,7 +268,7 @@ class WrittenParameters(StepPart):
             messages.update(_allocate_messages([self._parameters[index] for index in sent]))
 
         gather_results(
-            self._world, allocate, _PURPOSE
+            self._world, allocate, _PUTTING_BACK
         )  # before the first message: no rank waits for one without memory
         if self._world.group is not None:
             for index, source in sent.items():
@@ -165,7 +287,7 @@ class WrittenParameters(StepPart):
         place = message.view(values.dtype).view(values.shape)
         if self._world.rank == source:
             place.copy_(values)
-        with calls_for(_PURPOSE):
+        with calls_for(_PUTTING_BACK):
             dist.broadcast(message, group=self._world.group, group_src=source)
         if self._world.rank != source:
             values.copy_(place)
