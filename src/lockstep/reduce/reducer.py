@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.comm import World
 from lockstep.doctor.stall_watch import record_this_worker
@@ -90,12 +90,16 @@ class Reducer:
 
     def reduce_nothing(self) -> None:
         """Take part in a reduction with zeros; `.grad` stays as it is (collective)."""
-        gradients = [(slot.parameter, slot.detach_gradient()) for slot in self.plan.slots]
+        gradients = self.detach_gradients()
         try:
             self.reduce_without_backward()
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+
+    def detach_gradients(self) -> list[tuple[nn.Parameter, Tensor | None]]:
+        """Take the gradients away from the parameters, with their values and out of the buckets (local)."""
+        return [(slot.parameter, slot.detach_gradient()) for slot in self.plan.slots]
 
     def fail(self) -> None:
         """Take part in a reduction to which this rank has nothing to add, so that all get an error (collective).

@@ -257,7 +257,7 @@ class SkippedBatches(Check):
         if reducer.watch.num_local_backwards:
             reducer.reduce_without_backward()
             return
-        held = _detach_gradients(reducer)
+        held = reducer.detach_gradients()
         self._is_empty = True
         try:
             reducer.reduce_without_backward()
@@ -272,7 +272,7 @@ class SkippedBatches(Check):
         reducer = self._reducer()
         if reducer is None:
             return
-        held = _detach_gradients(reducer)
+        held = reducer.detach_gradients()
         self.reduce_nothing()
         for optimizer in optimizers:
             optimizer.step()
@@ -289,11 +289,6 @@ class SkippedBatches(Check):
                 'on_skip="zeros" cannot see which of them was skipped: call model.skip_backward() on the rank that '
                 "skips. A batch that all ranks skip needs no call. (LS318)"
             )
-
-
-def _detach_gradients(reducer: Reducer) -> list[tuple[nn.Parameter, Tensor | None]]:
-    slots = [slot for bucket in reducer.buckets for slot in bucket.slots]
-    return [(slot.parameter, slot.detach_gradient()) for slot in slots]
 
 
 def number_model(world: World) -> int:
