@@ -88,7 +88,7 @@ def test_each_name_of_the_package_that_a_page_spells_out_exists(page: Path) -> N
                 place = next(each for each in below if each.exists())
             else:
                 source = (place / "__init__.py" if place.is_dir() else place).read_text("utf-8")
-                assert re.search(rf"^(class |def |from .*\b|    ){name}\b", source, re.MULTILINE), path
+                assert re.search(rf"^(class |def |from .*\b|    |){name}\b", source, re.MULTILINE), path
 
 
 NOT_RUN = {
