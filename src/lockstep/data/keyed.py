@@ -17,6 +17,7 @@ Seeding takes longer than indexing a tensor. Nothing is seeded for data that dra
 records of a stream that are samples already.
 """
 
+import inspect
 import random
 import sys
 import warnings
@@ -119,7 +120,8 @@ def generators_of_training(model: nn.Module, function: Any) -> OwnGenerators:
     roots: list[tuple[str, Any]] = [("", function)]
     for path, module in model.named_modules():
         # The forward first: what it mentions is not to be found as a part of the module's class.
-        roots += [(f"{path}.1", type(module).forward), (f"{path}.0", module)]
+        # As it stands in the class: that of scripted modules answers only to objects.
+        roots += [(f"{path}.1", inspect.getattr_static(type(module), "forward")), (f"{path}.0", module)]
     return OwnGenerators(roots)
 
 

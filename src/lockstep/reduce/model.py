@@ -9,7 +9,7 @@ numbers.
 
 import hashlib
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from operator import attrgetter, is_
@@ -47,8 +47,9 @@ class TrainedParameter:
 class Registries:
     """The dictionaries in which modules keep something, and whether one of them holds something else by now."""
 
-    def __init__(self, registries: Sequence[dict[str, Any]]) -> None:
-        self._filled = [each for each in registries if each]
+    def __init__(self, registries: Sequence[Mapping[str, Any]]) -> None:
+        # What a dictionary returns goes on to show what it holds; those of scripted modules return a list.
+        self._filled = [each.values() if isinstance(each, dict) else _Values(each) for each in registries if each]
         self._empty = [each for each in registries if not each]
         self._held = self._list_held()
 
@@ -57,7 +58,18 @@ class Registries:
         return any(self._empty) or len(held) != len(self._held) or not all(map(is_, held, self._held))
 
     def _list_held(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._filled)))
+        return list(chain.from_iterable(self._filled))
+
+
+@final
+class _Values:
+    """What a registry of a scripted module holds when it is iterated over."""
+
+    def __init__(self, registry: Mapping[str, Any]) -> None:
+        self._registry = registry
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._registry.values())
 
 
 @final

@@ -3,7 +3,9 @@
 import copy
 import gc
 import itertools
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.data import ShardedLoader
 from lockstep.engine import Trainer
+from lockstep.engine.averaging import EMA
 from lockstep.errors import CheckpointError, LossError
 
 FEATURES = 6
@@ -593,3 +596,29 @@ def test_a_forward_that_writes_a_parameter_is_refused() -> None:
     training = trainer(net, loss=lambda model, batch: model((batch[0][:, 0] > 0).long()).square().mean())
     with pytest.raises(LossError, match=r"Parameter weight was written on rank 0"):
         training.step(next(loader().epoch(0)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit does not support it")
+def test_a_model_with_a_scripted_part_is_trained_as_it_is_without(tmp_path: Path) -> None:
+    # The registries of scripted modules are no dictionaries, and their class answers no question for `forward`.
+    def train(*, scripted: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        part = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES))
+        head = nn.Linear(FEATURES, 1)
+        model = nn.Sequential(torch.jit.script(part) if scripted else part, head).double()
+        average = EMA(decay=0.5)
+        training = trainer(model, num_shards=2, callbacks=[average])
+        batches = loader(num_shards=2)
+        for batch in batches.epoch(0):
+            training.step(batch)
+        path = training.save(tmp_path / f"{scripted}.ckpt")
+        weights = [*model.state_dict().values(), *average.tensors.values()]
+        digest = training.digest()
+        training.load(path)
+        assert training.digest() == digest
+        training.evaluate(batches, lambda model, batch: (mean_loss(model, batch), 1))
+        return [each.clone() for each in weights]
+
+    for one, other in zip(train(scripted=False), train(scripted=True), strict=True):
+        assert torch.equal(one, other)
