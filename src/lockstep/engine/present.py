@@ -21,7 +21,7 @@ from lockstep.engine.arguments import TrainerArguments, check_arguments
 from lockstep.engine.batches import gather_results
 from lockstep.engine.evaluation import read_values
 from lockstep.engine.member import Member
-from lockstep.engine.run_state import RunState
+from lockstep.engine.run_state import Findings, RunState
 from lockstep.engine.state_parts import Stateful
 from lockstep.engine.step_engine import StepEngine
 from lockstep.engine.step_table import StepResult
@@ -211,6 +211,8 @@ class PresentEngine:
         return engine
 
     def _replace_engine(self, world: World, descriptions: Sequence[Description] | None) -> None:
+        if descriptions is not None:  # other parameters are trained, or by workers that the user has chosen
+            self._state.findings = Findings()
         before = self.engine
         before.close()
         self.engine = self._make_engine(world, descriptions)
