@@ -21,7 +21,7 @@ from lockstep.engine.arguments import TrainerArguments, check_arguments
 from lockstep.engine.batches import gather_results
 from lockstep.engine.evaluation import read_values
 from lockstep.engine.member import Member
-from lockstep.engine.run_state import Findings, RunState
+from lockstep.engine.run_state import RunState
 from lockstep.engine.state_parts import Stateful
 from lockstep.engine.step_engine import StepEngine
 from lockstep.engine.step_table import StepResult
@@ -212,7 +212,7 @@ class PresentEngine:
 
     def _replace_engine(self, world: World, descriptions: Sequence[Description] | None) -> None:
         if descriptions is not None:  # other parameters are trained, or by workers that the user has chosen
-            self._state.findings = Findings()
+            self._state.forget_findings()
         before = self.engine
         before.close()
         self.engine = self._make_engine(world, descriptions)
@@ -244,6 +244,10 @@ class PresentEngine:
     def state_for_new_worker(self) -> dict[str, Any]:
         """Return all that a new worker needs (local): the live tensors, and the generators as they are now."""
         return self._state.parts.save_for_worker()
+
+    def own_places(self) -> dict[str, Any]:
+        """Return what of `state_for_new_worker` may be overwritten here before it is loaded (local): it is copied."""
+        return {"model": self._state.model.state_dict()}
 
     def take_state(self, found: dict[str, Any]) -> None:
         """Take what `state_for_new_worker` has returned on another worker (local)."""

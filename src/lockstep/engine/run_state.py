@@ -28,6 +28,7 @@ from lockstep.engine.optimizers import (
     combine_optimizers,
     combine_schedulers,
 )
+from lockstep.engine.side_effects import StateWatch
 from lockstep.engine.state_parts import (
     CallbacksPart,
     ModelPart,
@@ -94,7 +95,7 @@ class RunState:
         self.unusable_because = ""
         self.failed_here = ""
         self.has_begun = False
-        self.findings = Findings()
+        self.forget_findings()
         self.networks = NetworksPart(self.plan.losses, self.model)
         self.worker = WorkerPart()
         self.parts = StateParts(
@@ -214,6 +215,11 @@ class RunState:
     def note_failed_step(self, place: str, error: BaseException) -> None:
         left = self.unusable_because or "Nothing was changed by it there."
         self.failed_here = f"{place} failed with {type(error).__name__}: {clause(error)}. {left}"
+
+    def forget_findings(self) -> None:
+        """Look again at what the user's code does, from the next step on (local)."""
+        self.findings = Findings()
+        self.watches: dict[str, StateWatch] = {}
 
     def check_usable(self) -> None:
         if self.unusable_because:
