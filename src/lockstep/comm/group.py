@@ -49,10 +49,50 @@ GroupPeers = Peers | GlooComparer
 """What is known of the other ranks, and what they are told; `GlooComparer` is both."""
 
 
+class PythonProcessGroup(ProcessGroup):
+    """A group without a C++ backend for CPU tensors, with the properties that torch reads from such a backend."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub lacks this form
+        self._name = ""
+        self._description = ""
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "shm"
+
+    # Torch keeps name and description in the backends of a group, of which this one has none.
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
+        self._description = description
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Whether `split_group` works: no, `new_group` does."""
+        return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether single calls can be collected into one: no, the coalesced collectives work as such."""
+        return False
+
+    @property
+    def supports_time_estimate(self) -> bool:
+        """Whether calls can be estimated instead of made: no."""
+        return False
+
+
 @final
 @keep_compiler_out_of_methods
 @add_collectives
-class CheckedProcessGroup(ProcessGroup):
+class CheckedProcessGroup(PythonProcessGroup):
     """Torch's backends for some devices, with calls that are compared first.
 
     Every collective has the name, the arguments and the meaning that `torch.distributed.ProcessGroup` gives it.
@@ -70,7 +110,7 @@ class CheckedProcessGroup(ProcessGroup):
         *,
         compares: bool = True,
     ) -> None:
-        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form
+        super().__init__(inner.rank(), inner.size())
         self._inner: Any = inner
         self._global_ranks = global_ranks
         self._comparer = comparer
@@ -84,13 +124,15 @@ class CheckedProcessGroup(ProcessGroup):
         self._events = CallEvents(global_ranks)
         self.backend_names = dict(backends)
         self.waits = comparer.waits
-        for device, name in backends.items():
+        # Not Gloo: C++ would hold it as long as anything holds this group, with its connections and threads.
+        on_devices = {device: name for device, name in backends.items() if name != "gloo"}
+        for device, name in on_devices.items():
             place = torch.device(device)
-            backend = backend_of(inner, place)
-            register_backend(self, place, type_of_backend(name), backend)
-        set_default_backend(self, type_of_backend(next(iter(backends.values()))))
-        self._has_device = not {"gloo"}.issuperset(backends.values())
-        self._device_watch = DeviceWatch(peers, inner.abort, read_settings().stall_seconds())
+            register_backend(self, place, type_of_backend(name), backend_of(inner, place))
+        self._device_watch: DeviceWatch | None = None
+        if on_devices:
+            set_default_backend(self, type_of_backend(next(iter(on_devices.values()))))
+            self._device_watch = DeviceWatch(peers, inner.abort, read_settings().stall_seconds())
         self._close = finalize_here(self, _close, comparer, inner, self._device_watch)
 
     def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work:
@@ -148,6 +190,14 @@ class CheckedProcessGroup(ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "checked"
 
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
+        super().setGroupName(name)
+        self._inner._set_group_name(name)  # noqa: SLF001 - torch's own name for it
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
+        super().setGroupDesc(description)
+        self._inner._set_group_desc(description)  # noqa: SLF001 - as above
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._require_inner().set_timeout(timeout)
         self._peers.set_timeout(timeout)
@@ -176,7 +226,7 @@ class CheckedProcessGroup(ProcessGroup):
         if self._sockets is not None:
             self._sockets.shut_down()
         inner = self._inner
-        if self._has_device and inner is not None and self._abort_thread is None:
+        if self._device_watch is not None and inner is not None and self._abort_thread is None:
             self._abort_thread = start_thread_left_alone(inner.abort, name="lockstep-abort")  # may take a while
 
     def shutdown(self) -> None:
@@ -191,6 +241,15 @@ class CheckedProcessGroup(ProcessGroup):
             self._abort_thread.join(ABORT_SECONDS)
         self._close()
         self._inner = None
+        if self._sockets is not None and self._under_way.have_ended():
+            self._sockets.let_go()
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return list(map(torch.device, self.backend_names))
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return backend_of(self._require_inner(), device)
 
     def _compare_then(self, compare: Callable[[bytes], None], call: bytes, action: Callable[[], Result]) -> Result:
         self._require_inner()
@@ -218,7 +277,7 @@ class CheckedProcessGroup(ProcessGroup):
                 raise
             raise explained from error
         is_message = name in {"send", "recv", "recv_anysource"}
-        if self._has_device:
+        if self._device_watch is not None:
             line = find_user_line()
             self._device_watch.add(work, f"{name}{f' at {line}' if line else ''}")
             after_wait = None if event is None else partial(self._events.end, event)
@@ -261,8 +320,9 @@ def type_of_backend(name: str) -> ProcessGroup.BackendType:
     return dist.Backend.backend_type_map.get(name, ProcessGroup.BackendType.CUSTOM)
 
 
-def _close(comparer: Comparer, inner: ProcessGroup, device_watch: DeviceWatch) -> None:
-    device_watch.close()
+def _close(comparer: Comparer, inner: ProcessGroup, device_watch: DeviceWatch | None) -> None:
+    if device_watch is not None:
+        device_watch.close()
     comparer.close()
     inner.shutdown()
 
