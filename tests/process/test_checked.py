@@ -237,9 +237,11 @@ def count_held() -> dict[str, int]:
 
 def hold_destroyed_groups(rank: int) -> tuple[dict[str, int], dict[str, int]]:
     """Return the descriptors and threads of this process after one destroyed group, and after four."""
-    held, counts = [], []
+    held: list[object] = []
+    counts: list[dict[str, int]] = []
     for _ in range(4):
-        held.append(group := dist.new_group(backend="gloo"))
+        group = dist.new_group(backend="gloo")
+        held.append(group)
         dist.all_reduce(torch.tensor(1.0 + rank), group=group)
         dist.destroy_process_group(group)
         counts.append(count_held())
