@@ -36,7 +36,7 @@ from lockstep.processes.forking import finalize_here
 from lockstep.processes.user_line import find_user_line
 from lockstep.settings import read_settings
 from lockstep.torch_private.compiler import keep_compiler_out_of_methods
-from lockstep.torch_private.groups import backend_of, register_backend, set_default_backend
+from lockstep.torch_private.groups import backend_of, name_backends, register_backend, set_default_backend
 
 Result = TypeVar("Result")
 _CHECK_TIMEOUT: Final = timedelta(seconds=0.2)
@@ -192,11 +192,11 @@ class CheckedProcessGroup(PythonProcessGroup):
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
         super().setGroupName(name)
-        self._inner._set_group_name(name)  # noqa: SLF001 - torch's own name for it
+        name_backends(self._inner, name=name)
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
         super().setGroupDesc(description)
-        self._inner._set_group_desc(description)  # noqa: SLF001 - as above
+        name_backends(self._inner, description=description)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._require_inner().set_timeout(timeout)

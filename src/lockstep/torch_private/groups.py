@@ -217,6 +217,15 @@ def set_default_backend(group: ProcessGroup, kind: ProcessGroup.BackendType) -> 
     group._set_default_backend(kind)
 
 
+def name_backends(group: ProcessGroup, *, name: str | None = None, description: str | None = None) -> None:
+    """Give the backends of a group its name or description, which their recorders write."""
+    named: Any = group  # the methods are not in torch's stub
+    if name is not None:
+        named._set_group_name(name)
+    if description is not None:
+        named._set_group_desc(description)
+
+
 def gloo_announcements(store: Store, size: int) -> list[bytes]:
     """Return what the ranks of a Gloo backend have put into its store, for each network interface: where each listens.
 
