@@ -7,7 +7,7 @@ import torch
 from tests.unit.engine.test_trainer import loader, mean_loss, model, trainer
 from torch import Tensor, nn
 
-from lockstep.engine import written_parameters
+from lockstep.engine import parameters
 from lockstep.errors import LossError
 from lockstep.reduce.tensor_bits import sum_of_bits
 
@@ -48,7 +48,7 @@ def test_workers_that_change_do_not_read_all_parameters_again(monkeypatch: pytes
         num_read.append(None)
         return sum_of_bits(tensors)
 
-    monkeypatch.setattr(written_parameters, "sum_of_bits", read)
+    monkeypatch.setattr(parameters, "sum_of_bits", read)
     training._present._replace_engine(training._present.world, None)  # as with other workers
     training.step(next(batches))
     assert not num_read
