@@ -34,7 +34,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.errors import LockstepError
 from lockstep.held_objects import Walk
-from lockstep.processes.reproducibility import keep_host_states, seed_host_generators
+from lockstep.processes.reproducibility import keep_host_states, seed_host_generators, state_of_generator
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.shards import derive_seed
 
@@ -66,6 +66,8 @@ class OwnGenerator:
         if hasattr(self.generator, "bit_generator"):
             bits = self.generator.bit_generator
             return partial(setattr, bits, "state", bits.state)
+        if isinstance(self.generator, torch.Generator):
+            return partial(self.generator.set_state, state_of_generator(self.generator))
         return partial(self.generator.set_state, self.generator.get_state())
 
 

@@ -53,7 +53,7 @@ def read_generator_states() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     return {
         "python": random.getstate(),
-        "torch": torch.get_rng_state(),
+        "torch": state_of_generator(torch.default_generator),
         "numpy": None if numpy is None else numpy.random.get_state(),
         "devices": [kind.get_rng_state() for kind in _ACCELERATORS if kind.is_initialized()],
     }
@@ -89,7 +89,17 @@ def keep_host_states() -> list[Callable[[], object]]:
     cpu = torch.default_generator
     numpy = sys.modules.get("numpy")
     of_numpy = [] if numpy is None else [_numpy_twister(numpy.random.get_bit_generator()).keep()]
-    return [_keep_python_state(), partial(cpu.set_state, cpu.get_state()), *of_numpy]
+    return [_keep_python_state(), partial(cpu.set_state, state_of_generator(cpu)), *of_numpy]
+
+
+def state_of_generator(generator: torch.Generator) -> torch.Tensor:
+    """Return the state of a generator of torch's.
+
+    Of one on the CPU it is that of a copy, which no other thread uses. `get_state` makes a Python object while it holds
+    the generator's lock, so a garbage collection may begin there, and a finalizer in it may let another thread run. If
+    that one seeds the generator, it waits for the lock with the interpreter's: both threads stand still for ever.
+    """
+    return (generator.clone_state() if generator.device.type == "cpu" else generator).get_state()
 
 
 def seed_host_generators(seed: int) -> None:

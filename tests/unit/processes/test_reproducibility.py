@@ -1,4 +1,6 @@
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -99,3 +101,39 @@ def test_another_error_of_the_first_product_is_raised() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         warn_of_late_workspace(multiply)
+
+
+SEEDING_WHILE_A_THREAD_KEEPS_STATES = """
+import faulthandler, gc, os, threading, time, torch
+from lockstep.processes.reproducibility import read_generator_states, seed_host_generators, state_of_generator
+
+faulthandler.dump_traceback_later(20, exit=True)  # from a thread of its own, which needs no lock of the interpreter
+gc.set_threshold(1)
+
+class Garbage:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        time.sleep(0.001)  # another thread runs
+
+def keep():
+    while True:
+        Garbage()  # and the next object that is made, that of the state, is one too many
+        state_of_generator(torch.default_generator)
+
+threading.Thread(target=keep, daemon=True).start()
+for _ in range(40):
+    for seed in range(50):
+        seed_host_generators(seed)
+    read_generator_states()
+os._exit(0)
+"""
+
+
+def test_a_thread_that_keeps_states_and_one_that_seeds_do_not_wait_for_each_other() -> None:
+    # A collection began while `get_state` held the lock of torch's generator: a worker whose batches a thread of the
+    # user's had fetched ahead stood still for ever, with the interpreter's lock, in the step after a loss.
+    command = [sys.executable, "-c", SEEDING_WHILE_A_THREAD_KEEPS_STATES]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert found.returncode == 0, found.stderr
