@@ -104,13 +104,6 @@ class GlooSockets:
                     count += 1
         return count
 
-    def let_go(self) -> None:
-        """Hold the backend no longer: with the last reference it closes its connections and ends its threads (local).
-
-        Nobody else holds it as long as a destroyed group, which objects of its users hold. Its calls have ended.
-        """
-        self._backend, self._announced = None, ()
-
     def wait_until_closed(self) -> None:
         """Return when Gloo has closed what was shut down: from then on nothing is received."""
         began = time.monotonic()
@@ -389,7 +382,6 @@ class GlooComparer:
 
     def close(self) -> None:
         self._gloo = None
-        self._sockets.let_go()
 
     def _exchange(self, text: bytes) -> list[bytes]:
         mine = pack_text(text)

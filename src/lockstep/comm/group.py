@@ -36,7 +36,7 @@ from lockstep.processes.forking import finalize_here
 from lockstep.processes.user_line import find_user_line
 from lockstep.settings import read_settings
 from lockstep.torch_private.compiler import keep_compiler_out_of_methods
-from lockstep.torch_private.groups import backend_of, name_backends, register_backend, set_default_backend
+from lockstep.torch_private.groups import backend_of, register_backend, set_default_backend
 
 Result = TypeVar("Result")
 _CHECK_TIMEOUT: Final = timedelta(seconds=0.2)
@@ -49,50 +49,10 @@ GroupPeers = Peers | GlooComparer
 """What is known of the other ranks, and what they are told; `GlooComparer` is both."""
 
 
-class PythonProcessGroup(ProcessGroup):
-    """A group without a C++ backend for CPU tensors, with the properties that torch reads from such a backend."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub lacks this form
-        self._name = ""
-        self._description = ""
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return "shm"
-
-    # Torch keeps name and description in the backends of a group, of which this one has none.
-    def getGroupName(self) -> str:  # noqa: N802 - torch's name
-        return self._name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
-        self._name = name
-
-    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
-        self._description = description
-
-    @property
-    def supports_splitting(self) -> bool:
-        """Whether `split_group` works: no, `new_group` does."""
-        return False
-
-    @property
-    def supports_coalescing(self) -> bool:
-        """Whether single calls can be collected into one: no, the coalesced collectives work as such."""
-        return False
-
-    @property
-    def supports_time_estimate(self) -> bool:
-        """Whether calls can be estimated instead of made: no."""
-        return False
-
-
 @final
 @keep_compiler_out_of_methods
 @add_collectives
-class CheckedProcessGroup(PythonProcessGroup):
+class CheckedProcessGroup(ProcessGroup):
     """Torch's backends for some devices, with calls that are compared first.
 
     Every collective has the name, the arguments and the meaning that `torch.distributed.ProcessGroup` gives it.
@@ -110,7 +70,7 @@ class CheckedProcessGroup(PythonProcessGroup):
         *,
         compares: bool = True,
     ) -> None:
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form
         self._inner: Any = inner
         self._global_ranks = global_ranks
         self._comparer = comparer
@@ -124,15 +84,13 @@ class CheckedProcessGroup(PythonProcessGroup):
         self._events = CallEvents(global_ranks)
         self.backend_names = dict(backends)
         self.waits = comparer.waits
-        # Not Gloo: C++ would hold it as long as anything holds this group, with its connections and threads.
-        on_devices = {device: name for device, name in backends.items() if name != "gloo"}
-        for device, name in on_devices.items():
+        for device, name in backends.items():
             place = torch.device(device)
-            register_backend(self, place, type_of_backend(name), backend_of(inner, place))
-        self._device_watch: DeviceWatch | None = None
-        if on_devices:
-            set_default_backend(self, type_of_backend(next(iter(on_devices.values()))))
-            self._device_watch = DeviceWatch(peers, inner.abort, read_settings().stall_seconds())
+            backend = backend_of(inner, place)
+            register_backend(self, place, type_of_backend(name), backend)
+        set_default_backend(self, type_of_backend(next(iter(backends.values()))))
+        self._has_device = not {"gloo"}.issuperset(backends.values())
+        self._device_watch = DeviceWatch(peers, inner.abort, read_settings().stall_seconds())
         self._close = finalize_here(self, _close, comparer, inner, self._device_watch)
 
     def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work:
@@ -190,14 +148,6 @@ class CheckedProcessGroup(PythonProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "checked"
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
-        super().setGroupName(name)
-        name_backends(self._inner, name=name)
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
-        super().setGroupDesc(description)
-        name_backends(self._inner, description=description)
-
     def set_timeout(self, timeout: timedelta) -> None:
         self._require_inner().set_timeout(timeout)
         self._peers.set_timeout(timeout)
@@ -226,7 +176,7 @@ class CheckedProcessGroup(PythonProcessGroup):
         if self._sockets is not None:
             self._sockets.shut_down()
         inner = self._inner
-        if self._device_watch is not None and inner is not None and self._abort_thread is None:
+        if self._has_device and inner is not None and self._abort_thread is None:
             self._abort_thread = start_thread_left_alone(inner.abort, name="lockstep-abort")  # may take a while
 
     def shutdown(self) -> None:
@@ -241,15 +191,6 @@ class CheckedProcessGroup(PythonProcessGroup):
             self._abort_thread.join(ABORT_SECONDS)
         self._close()
         self._inner = None
-        if self._sockets is not None and self._under_way.have_ended():
-            self._sockets.let_go()
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return list(map(torch.device, self.backend_names))
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return backend_of(self._require_inner(), device)
 
     def _compare_then(self, compare: Callable[[bytes], None], call: bytes, action: Callable[[], Result]) -> Result:
         self._require_inner()
@@ -277,7 +218,7 @@ class CheckedProcessGroup(PythonProcessGroup):
                 raise
             raise explained from error
         is_message = name in {"send", "recv", "recv_anysource"}
-        if self._device_watch is not None:
+        if self._has_device:
             line = find_user_line()
             self._device_watch.add(work, f"{name}{f' at {line}' if line else ''}")
             after_wait = None if event is None else partial(self._events.end, event)
@@ -320,9 +261,8 @@ def type_of_backend(name: str) -> ProcessGroup.BackendType:
     return dist.Backend.backend_type_map.get(name, ProcessGroup.BackendType.CUSTOM)
 
 
-def _close(comparer: Comparer, inner: ProcessGroup, device_watch: DeviceWatch | None) -> None:
-    if device_watch is not None:
-        device_watch.close()
+def _close(comparer: Comparer, inner: ProcessGroup, device_watch: DeviceWatch) -> None:
+    device_watch.close()
     comparer.close()
     inner.shutdown()
 

@@ -115,11 +115,6 @@ class CallsUnderWay:
         with self._lock:
             self._forget_completed()
 
-    def have_ended(self) -> bool:
-        with self._lock:
-            self._forget_completed()
-            return not self._works
-
     def wait_for_end(self, group: object) -> None:
         """Return when none can write into its tensors any more; call it when all connections are closed.
 

@@ -150,15 +150,14 @@ def intercept_group_making(intercept: Callable[[GroupRequest], Any]) -> None:
                 distributed_c10d._world.pg_backend_config[made] = str(BackendConfig(Backend(asked)))
             return made, store
 
-        ranks = tuple(bound.arguments["global_ranks_in_group"])
-        try:
-            return intercept(GroupRequest(ranks=ranks, backend=str(asked), name=name, make=make))
-        except BaseException:
-            if not ranks:
-                # Torch has counted it. The next default group would have another name here, and another place in its
-                # store, than on a rank that had given up earlier, and the two would wait for each other.
-                distributed_c10d._world.group_count = 0
-            raise
+        return intercept(
+            GroupRequest(
+                ranks=tuple(bound.arguments["global_ranks_in_group"]),
+                backend=str(asked),
+                name=name,
+                make=make,
+            )
+        )
 
     distributed_c10d._new_process_group_helper = make_group
 
@@ -216,15 +215,6 @@ def register_backend(group: ProcessGroup, device: torch.device, kind: ProcessGro
 def set_default_backend(group: ProcessGroup, kind: ProcessGroup.BackendType) -> None:
     """Let the backend of a kind, once registered, be what a group goes by where no tensor says: its name, for one."""
     group._set_default_backend(kind)
-
-
-def name_backends(group: ProcessGroup, *, name: str | None = None, description: str | None = None) -> None:
-    """Give the backends of a group its name or description, which their recorders write."""
-    named: Any = group  # the methods are not in torch's stub
-    if name is not None:
-        named._set_group_name(name)
-    if description is not None:
-        named._set_group_desc(description)
 
 
 def gloo_announcements(store: Store, size: int) -> list[bytes]:

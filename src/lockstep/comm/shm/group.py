@@ -19,12 +19,11 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, Work
+from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
 from lockstep.comm.calls import describe_call
 from lockstep.comm.capabilities import GroupCapabilities
 from lockstep.comm.collectives import Collective, add_collectives, refuse_one_output_twice
-from lockstep.comm.group import PythonProcessGroup
 from lockstep.comm.hosts import GroupHosts, GroupMembers, GroupSetUp
 from lockstep.comm.lost_ranks import DeviceWatch
 from lockstep.comm.open_calls import CallEvents, describe_destroyed
@@ -54,6 +53,47 @@ from lockstep.processes.forking import finalize_here
 from lockstep.settings import read_settings
 from lockstep.shards.tree import Node
 from lockstep.torch_private.compiler import keep_compiler_out_of_methods
+
+
+class PythonProcessGroup(ProcessGroup):
+    """A group without a C++ backend for CPU tensors, with the properties that torch reads from such a backend."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub lacks this form
+        self._name = ""
+        self._description = ""
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "shm"
+
+    # Torch keeps name and description in the backends of a group, of which this one has none.
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
+        self._description = description
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Whether `split_group` works: no, `new_group` does."""
+        return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether single calls can be collected into one: no, the coalesced collectives work as such."""
+        return False
+
+    @property
+    def supports_time_estimate(self) -> bool:
+        """Whether calls can be estimated instead of made: no."""
+        return False
+
 
 _CLOSING_SECONDS: Final = 1.0
 

@@ -106,8 +106,6 @@ class TorchBackends:
         for backend in self._made.values():
             backend.shutdown()
         self._made.clear()
-        for sockets in self._sockets.values():
-            sockets.let_go()
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
