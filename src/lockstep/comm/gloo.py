@@ -22,7 +22,7 @@ from lockstep.comm.lost_ranks import EXIT_SECONDS, exchange_processes, says_conn
 from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.comm.stored_values import Deadline
 from lockstep.errors import GroupError, PeerLostError, describe_exception
-from lockstep.processes.ending import start_thread_left_alone
+from lockstep.processes.ending import let_native_threads_release, start_thread_left_alone
 from lockstep.processes.forking import call_in_children, keep_for_ever
 from lockstep.processes.user_line import find_user_line
 from lockstep.torch_private.groups import gloo_announcements
@@ -224,6 +224,7 @@ class _ConnectionAttempt:
     def result(self, find_lost: FindLost) -> Any:
         """Return what was made, or raise what making it raised, or that the group was given up or a rank is lost."""
         start_thread_left_alone(self._run, name="lockstep-gloo")
+        let_native_threads_release()
         OPEN_GROUPS.add(self)
         failure: RuntimeError | None = None
         lost: PeerLostError | None = None

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -22,6 +23,8 @@ _FILES = {io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper}
 _WITHOUT_WORK_AT_THE_END = {"cuda", "numpy", "psutil", "pydantic_core", "safetensors", "torch", "yaml", "_yaml"}
 """Packages whose native code has nothing to save when the process ends."""
 _PR_SET_PDEATHSIG = 1
+_RELEASE_SECONDS: Final = 0.01
+"""A thread needs microseconds, unless the machine is busy."""
 _LEFT: Final = weakref.WeakSet[threading.Thread]()
 
 
@@ -121,6 +124,21 @@ def start_thread_left_alone(
     atexit.register(_let_threads_sleep)
     thread.start()
     return thread
+
+
+def let_native_threads_release() -> None:
+    """Before this process ends, give threads of native code the time to release Python's objects.
+
+    Gloo's thread drops the tensors of a call after it has said that the call is done, and takes the interpreter's
+    lock for that. If the process ends meanwhile, as after a last gather, that thread is ended, and with it the
+    process: [Note: a thread in native code at the end]. It is not Python's, so nobody can wait for it.
+    """
+    atexit.unregister(_release)
+    atexit.register(_release)
+
+
+def _release() -> None:
+    time.sleep(_RELEASE_SECONDS)  # without the interpreter's lock
 
 
 def _let_threads_sleep() -> None:
