@@ -203,17 +203,9 @@ def check_group(
     else:
         comparer, peers = shared, shared.peers
     with _failure_reported(comparer, peers):
-        connected = _connect(store, rank, timeout, backends, replace(members, find_lost=peers.find_any_lost), set_up)
-    return CheckedProcessGroup(
-        connected.inner, comparer, peers, backends, members.global_ranks, connected.sockets, compares=compares
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Connected:
-    inner: ProcessGroup
-    sockets: GlooSockets | None
-    """The connections of Gloo, if it is one of them."""
+        watched = replace(members, find_lost=peers.find_any_lost)
+        inner, sockets = _connect(store, rank, timeout, backends, watched, set_up)
+    return CheckedProcessGroup(inner, comparer, peers, backends, members.global_ranks, sockets, compares=compares)
 
 
 def _connect(
@@ -223,8 +215,8 @@ def _connect(
     backends: Mapping[str, str],
     members: GroupMembers,
     set_up: GroupSetUp,
-) -> _Connected:
-    """Make torch's backends (collective); where a rank is lost meanwhile, that is the error."""
+) -> tuple[ProcessGroup, GlooSockets | None]:
+    """Make torch's backends (collective), with the connections of Gloo; where a rank is lost, that is the error."""
     size = len(members.global_ranks)
     inner = ProcessGroup(store, rank, size)
     made: dict[str, Any] = {}
@@ -236,13 +228,13 @@ def _connect(
             if name not in made:
                 place = PrefixStore(f"inner/{name}", store)
                 if name == "gloo":
-                    make = partial(_make_gloo, place, rank, size, timeout)
+                    make = partial(dist.ProcessGroupGloo, place, rank, size, timeout)
                     made[name], sockets = connect_gloo(place, size, make, members.find_lost)
                 else:
                     made[name] = make_backend(name, place, rank, size, timeout)
             register_backend(inner, torch.device(device), type_of_backend(name), made[name])
     set_default_backend(inner, type_of_backend(next(iter(backends.values()))))
-    return _Connected(inner, sockets)
+    return inner, sockets
 
 
 @contextmanager
@@ -254,7 +246,3 @@ def _failure_reported(comparer: Comparer, peers: GroupPeers) -> Iterator[None]:
         peers.report_failure(error)
         comparer.close()
         raise
-
-
-def _make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, timeout)

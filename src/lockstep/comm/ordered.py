@@ -168,7 +168,7 @@ class OrderedReductions:
         has_own_order = self._group_adds_in_order and list(layout) == self._one_each
         is_in_place = next(iter(partials.values()), None) is out  # so the group need not copy memory of its own
         is_cpu = out.device.type == "cpu"
-        if is_in_place and ((is_cpu and has_own_order) or is_one_addition_each(layout, out.dtype)):
+        if is_in_place and ((is_cpu and has_own_order) or is_one_addition(layout, out.dtype)):
             work = dist.all_reduce(out, group=group, async_op=not waits)
             return _do_nothing if work is None else work.wait
         if not (self._group_adds_in_order and is_cpu):
@@ -289,12 +289,8 @@ class FlatReduction:
     world: World
 
 
-def is_one_addition(reduction: FlatReduction) -> bool:
+def is_one_addition(layout: PartialLayout, dtype: torch.dtype) -> bool:
     """Whether any all-reduce is in the order of the tree, and rounds as torch does. [Note: one addition]."""
-    return is_one_addition_each(reduction.layout, reduction.out.dtype)
-
-
-def is_one_addition_each(layout: PartialLayout, dtype: torch.dtype) -> bool:
     return [len(nodes) for nodes in layout] == [1, 1] and dtype in {torch.float32, torch.float64}
 
 
@@ -479,7 +475,7 @@ class OrderedMessages:
         with self._beside(out.device):
             reduction = flatten_reduction(partials, out, self._num_shards, layout, self._world)
             self._started.append((reduction, out))
-            if is_one_addition(reduction):
+            if is_one_addition(reduction.layout, reduction.out.dtype):
                 self._gathers.append(_all_reduce(reduction))
                 return
             transport = transport_for(out.device)

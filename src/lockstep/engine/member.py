@@ -307,7 +307,7 @@ class Member:
             states = {number: each.state_for_new_worker() for number, each in trainers.items()}
             send_state(world, states, [rank for rank in range(world.world_size) if rank not in old])
         elif world.rank not in old:
-            states = receive_state(world, source)
+            states = receive_state(world, source, {number: each.own_places() for number, each in trainers.items()})
             for number, each in trainers.items():
                 if number not in states:
                     raise GroupError(
@@ -364,25 +364,38 @@ def send_state(world: World, state: Any, targets: Sequence[int]) -> None:
                     dist.send(tensor, group=world.group, group_dst=target)
 
 
-def receive_state(world: World, source: int) -> Any:
-    """Return what `send_state` sends on rank `source`, with all tensors on the CPU (collective for both)."""
+def receive_state(world: World, source: int, own: Any) -> Any:
+    """Return what `send_state` sends on rank `source`, with all tensors on the CPU (collective for both).
+
+    Tensors of `own` are overwritten where they are as the one that is sent in their place: new memory is slower to
+    write to than a message.
+    """
 
     def receive(tensor: Tensor) -> Tensor:
         if len(tensor):
             dist.recv(tensor, group=world.group, group_src=source)
         return tensor
 
+    found: dict[str, Tensor] = {}
+    encode_state(own, "state", found)
+    places = {
+        name: each for name, each in found.items() if each.is_cpu and byte_view(each).data_ptr() == each.data_ptr()
+    }
     with calls_for(_TRANSFER_PURPOSE):
         num_text, num_small = receive(torch.zeros(2, dtype=torch.int64)).tolist()
         text = receive(torch.empty(num_text, dtype=torch.uint8))
         small = receive(torch.empty(num_small, dtype=torch.uint8))
         encoded, specs = json.loads(text.numpy().tobytes())
         tensors: dict[str, Tensor] = {}
-        for name, dtype, shape in specs:
-            tensors[name] = tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-            if tensor.nbytes >= _MIN_BYTES:
-                receive(byte_view(tensor))
-            else:
+        for name, kind, shape in specs:
+            dtype = getattr(torch, kind)
+            tensor = places.get(name)
+            if tensor is None or (tensor.dtype, tensor.shape) != (dtype, torch.Size(shape)):
+                tensor = torch.empty(shape, dtype=dtype, device="cpu")
+            tensors[name] = tensor
+            if tensor.nbytes < _MIN_BYTES:
                 byte_view(tensor).copy_(small[: tensor.nbytes])
                 small = small[tensor.nbytes :]
+            else:
+                receive(byte_view(tensor))
     return decode_state(encoded, tensors)

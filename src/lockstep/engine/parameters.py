@@ -36,7 +36,7 @@ _HOOKS_PURPOSE = "calling the hooks on parameters"
 _PUTTING_BACK = "putting back parameters that a forward has written"
 _OWN = "lockstep."
 """Our own hooks are partials of functions in our modules."""
-_NUM_READ = 3
+_NUM_COMPARED = 3
 """The first steps in which contents are compared. An average that starts from equal weights is equal after step 1."""
 _WRITTEN = "A forward or the loss function had written parameters."
 
@@ -169,15 +169,16 @@ class WrittenParameters(StepPart):
         named = {**dict(self._state.model.named_parameters()), **of_networks}
         self._names, self._parameters = list(named), list(named.values())
         self._memory = [(each.shape, each.dtype, each.device, each.stride()) for each in self._parameters]
-        self._num_reads = _NUM_READ if self._has_several else 0
 
     def begin(self, step: CurrentStep) -> None:
         if self._state.networks.parameters is not self._of_networks:
             self._cover(self._state.networks.parameters)
+            self._state.findings.num_contents_compared = 0
         step.has_recorded_parameters = True
         self._written = []
         self._before = self._look()
-        self._bits = self._read_bits() if self._num_reads else None
+        reads = self._has_several and self._state.findings.num_contents_compared < _NUM_COMPARED
+        self._bits = self._read_bits() if reads else None
 
     def check(self, step: CurrentStep, rows: Rows) -> None:
         rank, number = next(((rank, each) for rank, each in enumerate(rows[self._first]) if each), (0, 0))
@@ -235,7 +236,8 @@ class WrittenParameters(StepPart):
             if self._bits is not None:
                 is_changed = (self._read_bits() != self._bits).tolist()  # the one wait for a device
                 written.update(number for number, changed in enumerate(is_changed, start=1) if changed)
-                self._num_reads, self._bits = self._num_reads - 1, None
+                self._state.findings.num_contents_compared += 1
+                self._bits = None
             self._written = sorted(written)
         return min(self._written, default=0)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, final
 
+import torch
 from torch import nn
 
 from lockstep.comm import World, current_world
@@ -169,6 +170,7 @@ class PresentEngine:
             self.member.before_leaving = before_leaving
         if not self.member.generations.is_joiner:
             return False
+        _touch_memory(self._state.model)
         self.member.join()
         return True
 
@@ -211,6 +213,8 @@ class PresentEngine:
         return engine
 
     def _replace_engine(self, world: World, descriptions: Sequence[Description] | None) -> None:
+        if descriptions is not None:  # other parameters are trained, or by workers that the user has chosen
+            self._state.forget_findings()
         before = self.engine
         before.close()
         self.engine = self._make_engine(world, descriptions)
@@ -243,6 +247,10 @@ class PresentEngine:
         """Return all that a new worker needs (local): the live tensors, and the generators as they are now."""
         return self._state.parts.save_for_worker()
 
+    def own_places(self) -> dict[str, Any]:
+        """Return what of `state_for_new_worker` may be overwritten here before it is loaded (local): it is copied."""
+        return {"model": self._state.model.state_dict()}
+
     def take_state(self, found: dict[str, Any]) -> None:
         """Take what `state_for_new_worker` has returned on another worker (local)."""
         self._state.parts.load_for_worker(found)
@@ -274,6 +282,15 @@ def _member_of(generations: Generations) -> Member:
 def _log(continued: Continued, world: World) -> None:
     if world.rank == 0:
         _LOGGER.warning("%s", continued)
+
+
+def _touch_memory(model: nn.Module) -> None:
+    """Get memory for gradients and an optimizer's state while the others do not wait (local).
+
+    It is freed, and stays with the process: new memory takes longer to write to than a message takes.
+    """
+    held = [torch.zeros_like(each) for each in model.parameters() if each.is_cpu for _ in range(3)]
+    held.clear()
 
 
 def _trained_parameters(model: nn.Module) -> list[bool]:

@@ -7,6 +7,7 @@ Nothing here holds a `World`: a run may continue with other workers, and each se
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
 import torch
@@ -27,6 +28,7 @@ from lockstep.engine.optimizers import (
     combine_optimizers,
     combine_schedulers,
 )
+from lockstep.engine.side_effects import StateWatch
 from lockstep.engine.state_parts import (
     CallbacksPart,
     ModelPart,
@@ -40,6 +42,20 @@ from lockstep.engine.state_parts import (
 from lockstep.engine.step_table import StepOutcome
 from lockstep.errors import CheckpointError, LossError, UnusableStateError, clause
 from lockstep.torch_private.compiler import has_compiled_part
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """What the first steps have shown of the user's code: to look again, with other workers, takes as long as a step.
+
+    A worker that joins gets them with the state: it runs the same code.
+    """
+
+    num_contents_compared: int = 0
+    """The steps in which the contents of all parameters were compared. [Note: parameters that are written]."""
+    counts_are_enough: dict[tuple[str, ...], bool] = field(default_factory=dict)
+    """By the optimizers of an update. [Note: what an optimizer has written]."""
 
 
 @final
@@ -79,6 +95,7 @@ class RunState:
         self.unusable_because = ""
         self.failed_here = ""
         self.has_begun = False
+        self.forget_findings()
         self.networks = NetworksPart(self.plan.losses, self.model)
         self.worker = WorkerPart()
         self.parts = StateParts(
@@ -199,6 +216,11 @@ class RunState:
         left = self.unusable_because or "Nothing was changed by it there."
         self.failed_here = f"{place} failed with {type(error).__name__}: {clause(error)}. {left}"
 
+    def forget_findings(self) -> None:
+        """Look again at what the user's code does, from the next step on (local)."""
+        self.findings = Findings()
+        self.watches: dict[str, StateWatch] = {}
+
     def check_usable(self) -> None:
         if self.unusable_because:
             raise UnusableStateError(
@@ -256,7 +278,7 @@ class _ProgressPart(StatePart):
         }
 
     def save_for_worker(self) -> dict[str, Any]:
-        return {**self.save(), "flags": self._flags()}
+        return {**self.save(), "flags": self._flags(), "findings": asdict(self._state.findings)}
 
     def check(self, saved: State) -> None:
         missing = [name for name in self._NEEDED if not isinstance(saved, Mapping) or name not in saved]
@@ -283,6 +305,7 @@ class _ProgressPart(StatePart):
     def load_for_worker(self, saved: State) -> None:
         self.load(saved)
         self._set_flags(saved["flags"])
+        self._state.findings = Findings(**saved["findings"])
 
     def keep(self, *, is_stepped: bool) -> Callable[[], object]:
         restore, flags = self._state.record_progress() if is_stepped else self._record(), self._flags()

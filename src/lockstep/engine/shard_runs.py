@@ -110,7 +110,6 @@ class ShardRuns:
             self.stopwatch = Stopwatch(self._recorder, lambda: gradients.last_gradient_ns, device)
             self.gradients.on_last_gradient(self.stopwatch.last_gradient)
         self._functions: dict[str, UserFunction] = {}
-        self._watches: dict[str, StateWatch] = {}
         self._watch = StateWatch(state.model, _no_loss)
         self._loss, self._purpose = UserFunction(_no_loss, self.random.own), "shard"
         self._copies = InputCopies(state.device)
@@ -119,8 +118,9 @@ class ShardRuns:
         """Let the loss function of an update be called from here on (local)."""
         if update.name not in self._functions:
             self._functions[update.name] = UserFunction(update.loss, self.random.own)
-            self._watches[update.name] = StateWatch(self.state.model, update.loss)
-        self._loss, self._watch = self._functions[update.name], self._watches[update.name]
+        if update.name not in self.state.watches:
+            self.state.watches[update.name] = StateWatch(self.state.model, update.loss)
+        self._loss, self._watch = self._functions[update.name], self.state.watches[update.name]
         self._purpose = f"shard {update.name}" if update.name else "shard"
 
     def run(self, step: CurrentStep) -> None:

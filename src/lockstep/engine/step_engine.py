@@ -151,6 +151,7 @@ class StepEngine:
         try:
             if self._state.networks.has_changed():
                 self.runs.buffers.cover(self._state.kept_modules())
+                self._state.findings.num_contents_compared = 0
             for part in self._parts:
                 part.begin(step)
             self._enter(StepPhase.COMPUTE)

@@ -59,7 +59,6 @@ class Update:
         self._owner = weakref.ref(owner)  # which holds this: a cycle would keep its group open for long
         self._guards = [guard_steps(each, owner) for each in separate_optimizers(state.optimizer)]
         self._parameters = list(state.model.parameters())
-        self._counts_are_enough: dict[tuple[str, ...], bool] = {}
         self._has_updated_scaler = False
         self._updated: set[nn.Parameter] = set()
         self._updated_state: object = None
@@ -149,7 +148,8 @@ class Update:
             return
         norm, is_bad = decision.norm, decision.is_bad
         chosen = step.update.chosen
-        counts_are_enough = self._counts_are_enough.get(chosen)
+        known = self._state.findings.counts_are_enough
+        counts_are_enough = known.get(chosen)
         before = _WriteRecord(self._state, self._parameters, reads_bits=counts_are_enough is None)
         self._has_updated_scaler = False
         try:
@@ -166,7 +166,7 @@ class Update:
         if is_bad is None and has_step_on_device(self._state.optimizer):
             self._updated, self._updated_state = self._with_gradient(), self._state.optimizer.state
         if counts_are_enough is None and before.has_changed():
-            self._counts_are_enough[chosen] = before.counts_show_all()
+            known[chosen] = before.counts_show_all()
         if self._state.scheduler is not None:
             with self._unusable_on_error(_WRITTEN_BEFORE_SCHEDULER):
                 self._state.scheduler.step()

@@ -38,7 +38,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _WORD_BYTES = 4
 _BLOCK_WORDS = 1 << 15
 _ROWS_ON_DEVICE = 128
-"""So many blocks are one operation on a device; on the CPU one is, which stays in the cache."""
+"""So many blocks are one operation on a device."""
 _KEPT_BITS = 52
 """Bits of a whole number that the step table's float64 holds exactly."""
 _GLANCE_BYTES = 1 << 20
@@ -164,10 +164,14 @@ def _sum_blocks(words: Tensor) -> list[Tensor]:
     sums: list[Tensor] = []
     if num_full:
         rows = words[:num_full].view(-1, _BLOCK_WORDS)
-        at_once = min(len(rows), 1 if words.is_cpu else _ROWS_ON_DEVICE)
-        room = torch.empty(at_once, _BLOCK_WORDS, dtype=torch.int64, device=words.device)
-        for some in rows.split(at_once):
-            sums += room[: len(some)].copy_(some).mul_(weights).sum(1).unbind()
+        if words.is_cpu:  # one block at once, which stays in the cache
+            block = torch.empty(_BLOCK_WORDS, dtype=torch.int64, device="cpu")
+            sums += [block.copy_(row).dot(weights) for row in rows]
+        else:
+            at_once = min(len(rows), _ROWS_ON_DEVICE)
+            room = torch.empty(at_once, _BLOCK_WORDS, dtype=torch.int64, device=words.device)
+            for some in rows.split(at_once):
+                sums += room[: len(some)].copy_(some).mul_(weights).sum(1).unbind()
     if num_full < words.numel():
         rest = words[num_full:]
         sums.append((rest * weights[: rest.numel()]).sum())

@@ -150,14 +150,15 @@ def intercept_group_making(intercept: Callable[[GroupRequest], Any]) -> None:
                 distributed_c10d._world.pg_backend_config[made] = str(BackendConfig(Backend(asked)))
             return made, store
 
-        return intercept(
-            GroupRequest(
-                ranks=tuple(bound.arguments["global_ranks_in_group"]),
-                backend=str(asked),
-                name=name,
-                make=make,
-            )
-        )
+        ranks = tuple(bound.arguments["global_ranks_in_group"])
+        try:
+            return intercept(GroupRequest(ranks=ranks, backend=str(asked), name=name, make=make))
+        except BaseException:
+            if not ranks:
+                # Torch has counted it. The next default group would have another name here, and another place in its
+                # store, than on a rank that had given up earlier, and the two would wait for each other.
+                distributed_c10d._world.group_count = 0
+            raise
 
     distributed_c10d._new_process_group_helper = make_group
 

@@ -5,21 +5,10 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 
 from torch.utils.data import _utils
-from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-__all__ = [
-    "LoaderIterator",
-    "abandon",
-    "end_processes",
-    "end_stream",
-    "is_before_first_batch",
-    "is_over",
-    "kept_dataset",
-    "loading_processes",
-    "num_yielded",
-    "without_interruption",
-]
-# LoaderIterator is the class of what `iter(loader)` returns, with and without workers.
+LoaderIterator = _BaseDataLoaderIter
+"""The class of what `iter(loader)` returns, with and without workers."""
 
 
 def without_interruption(iterator: LoaderIterator) -> None:

@@ -40,9 +40,6 @@ buffer_registry: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_
 module_registry: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 """Likewise a module's own children."""
 
-# Bound here: torch's tests may put another class in the place of that name.
-_check_comm_hook: Callable[..., None] = parallel.DistributedDataParallel._check_comm_hook
-
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 non_persistent_buffer_names: Callable[[nn.Module], Collection[str]] = attrgetter("_non_persistent_buffers_set")
@@ -153,9 +150,9 @@ def ignored_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def check_comm_hook(wrapper: parallel.DistributedDataParallel, hook: Callable[..., Any]) -> None:
-    """Check a communication hook's signature as torch's DDP does; KeyError if its second parameter is not `bucket`."""
-    _check_comm_hook(wrapper, hook)
+# Bound here: torch's tests may put another class in the place of that name.
+check_comm_hook: Callable[..., None] = parallel.DistributedDataParallel._check_comm_hook
+"""Check a communication hook's signature as torch's DDP does; KeyError if its second parameter is not `bucket`."""
 
 
 def has_torchs_comm_hook(wrapper: parallel.DistributedDataParallel) -> bool:

@@ -231,7 +231,8 @@ def hand_over(world: World, make: Callable[[World | None], Any], train: Callable
         send_state(world, {0: run.trainer._present.state_for_new_worker()}, [1])
     else:
         torch.manual_seed(99)
-        run.trainer._present.take_state(receive_state(world, 0)[0])
+        present = run.trainer._present
+        present.take_state(receive_state(world, 0, {0: present.own_places()})[0])
     return run
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
+from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from lockstep.comm import backends
 from lockstep.torch_private.groups import (
     AnyFuture,
     GroupRequest,
@@ -56,6 +57,21 @@ def make_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     gloo: Any = ProcessGroupGloo
     device = gloo.create_device(hostname="127.0.0.1", lazy_init=True)
     return gloo(store, rank, size, gloo_options(devices=[device], timeout=timeout, num_threads=1))
+
+
+def test_a_default_group_is_named_alike_after_one_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A worker that gives the group up while it is made, and one that gives it up before, waited for each other.
+    def give_up(*_arguments: object) -> None:
+        raise RuntimeError("given up")
+
+    store = HashStore()
+    with monkeypatch.context() as patch:
+        patch.setattr(backends, "make_shm_group", give_up)
+        with pytest.raises(RuntimeError, match="given up"):
+            dist.init_process_group("shm", store=PrefixStore("first", store), rank=0, world_size=1)
+    dist.init_process_group("shm", store=PrefixStore("second", store), rank=0, world_size=1)
+    assert default_group().group_name == "0"
+    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")

@@ -58,7 +58,6 @@ class WorldVariables:
 class _LauncherReport:
     """What the variables of a launcher other than torchrun contain; values as text."""
 
-    launcher: str
     names: Mapping[str, str]
     """Which variable each of RANK and WORLD_SIZE is taken from."""
     world: WorldVariables
@@ -76,9 +75,10 @@ def find_world(variables: Variables) -> WorldVariables:
     if _starts_launchers(report, direct):
         return direct
     _compare(variables, report, direct)
-    if report.launcher == "Slurm" and direct.rank is None:
+    if report.world.launcher == "Slurm" and direct.rank is None:
         _check_tasks(variables, report)
-    return _merge(direct, report)
+    own = {each.name: getattr(direct, each.name) for each in fields(direct) if each.name not in {"launcher", "remedy"}}
+    return replace(report.world, **{name: value for name, value in own.items() if value})
 
 
 def read_torch_variables(variables: Variables) -> WorldVariables:
@@ -106,22 +106,6 @@ def _name_launcher(variables: Variables) -> str:
 def is_announced(world: WorldVariables) -> bool:
     """Return whether a launcher says that this process is one of several workers; its rank may be missing."""
     return world.world_size not in {None, "1"}
-
-
-def _merge(direct: WorldVariables, report: _LauncherReport) -> WorldVariables:
-    """Return torch's variables, completed with those of the launcher."""
-    mine = report.world
-    return WorldVariables(
-        rank=direct.rank or mine.rank,
-        world_size=direct.world_size or mine.world_size,
-        local_rank=direct.local_rank or mine.local_rank,
-        local_world_size=direct.local_world_size or mine.local_world_size,
-        master_addr=direct.master_addr or mine.master_addr,
-        master_port=direct.master_port or mine.master_port,
-        agent_store=direct.agent_store,
-        launcher=report.launcher,
-        remedy=mine.remedy,
-    )
 
 
 def find_rank_and_size(
@@ -208,7 +192,6 @@ def _from_mpi(
         return None
     is_one_host = local_world_size == world_size
     return _LauncherReport(
-        launcher=launcher,
         names={"RANK": names[0], "WORLD_SIZE": names[1]},
         world=WorldVariables(
             rank=rank,
@@ -247,7 +230,6 @@ def _from_slurm(variables: Variables) -> _LauncherReport | None:
     reserved = variables.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0].partition(",")[0]
     job = f"{variables.get('SLURM_JOB_ID')}.{variables['SLURM_STEP_ID']}"
     return _LauncherReport(
-        launcher="Slurm",
         names={"RANK": "SLURM_PROCID", "WORLD_SIZE": size_name},
         world=WorldVariables(
             rank=variables["SLURM_PROCID"],
@@ -313,11 +295,11 @@ def _compare(variables: Variables, report: _LauncherReport, direct: WorldVariabl
     differences = list(_differences(report, direct))
     if not differences:
         return
-    names = " and ".join(name for name, _ in differences)
+    names, launcher = " and ".join(name for name, _ in differences), report.world.launcher
     raise GroupError(
         f"The environment contradicts itself: {'; '.join(text for _, text in differences)}."
-        f"{_explain_nodes(variables, report, direct)} Unset {names} to be the worker that {report.launcher} started; "
-        f"or, if {names} {'is' if len(differences) == 1 else 'are'} right, unset those of {report.launcher}. (LS104)"
+        f"{_explain_nodes(variables, report, direct)} Unset {names} to be the worker that {launcher} started; "
+        f"or, if {names} {'is' if len(differences) == 1 else 'are'} right, unset those of {launcher}. (LS104)"
     )
 
 
@@ -325,12 +307,12 @@ def _differences(report: _LauncherReport, direct: WorldVariables) -> Iterator[tu
     pairs = (("RANK", direct.rank, report.world.rank), ("WORLD_SIZE", direct.world_size, report.world.world_size))
     for name, mine, its in pairs:
         if mine is not None and its is not None and mine != its:
-            yield name, f"{name} is {mine} and {report.names[name]}, set by {report.launcher}, is {its}"
+            yield name, f"{name} is {mine} and {report.names[name]}, set by {report.world.launcher}, is {its}"
 
 
 def _explain_nodes(variables: Variables, report: _LauncherReport, direct: WorldVariables) -> str:
     """Return an explanation if the numbers seem to count nodes instead of tasks, else an empty text."""
-    if report.launcher != "Slurm":
+    if report.world.launcher != "Slurm":
         return ""
     num_nodes = variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES")
     if num_nodes is None:

@@ -162,8 +162,7 @@ def init_process_group(  # the parameters are torch's, in torch's order
         deadline = Deadline.after(limit)
         with waiting_for_others("the startup of the process group"):
             opened = _open_and_handshake(settings, location, deadline)
-        choice = BackendChoice(backend=backend, is_ours=is_ours, check=check)
-        backend, set_up = find_set_up(choice, opened, location, deadline)
+        backend, set_up = find_set_up(backend, opened, location, deadline, is_ours=is_ours, check=check)
         init_method, store, rank, world_size = None, opened.store, opened.rank, opened.world_size
     elif problem:
         raise GroupError(problem)
@@ -216,9 +215,8 @@ def make_next_group(backend: str, store: Store, rank: int, world_size: int) -> N
     deadline = Deadline.after(default_timeout(backend))
     opened = OpenedStore(store=store, rank=rank, world_size=world_size)
     location = StoreLocation(url="", scheme="", host="", port=0, is_hosted=False, store=store)
-    backend, set_up = find_set_up(
-        BackendChoice(backend=backend, is_ours=False, check=read_settings().check()), opened, location, deadline
-    )
+    check = read_settings().check()
+    backend, set_up = find_set_up(backend, opened, location, deadline, is_ours=False, check=check)
     with making_group(set_up, store, rank, world_size, uses_gloo="gloo" in backend.lower()):
         make_torchs_group(backend, store=store, rank=rank, world_size=world_size)
     record_this_worker(rank, world_size, store)
@@ -291,34 +289,30 @@ def _raising_first(problem: str) -> Iterator[None]:
 # -- Making the default group, once all workers are known to be there --------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendChoice:
-    backend: str
-    is_ours: bool
-    """Whether we have chosen them, and not the caller."""
-    check: bool | None
-    """Whether calls are compared; None to do so where it is cheap."""
-
-
 def find_set_up(
-    choice: BackendChoice, opened: OpenedStore, location: StoreLocation, deadline: Deadline
+    backend: str, opened: OpenedStore, location: StoreLocation, deadline: Deadline, *, is_ours: bool, check: bool | None
 ) -> tuple[str, GroupSetUp]:
-    """Find the hosts, and set Gloo's interface (collective); on several hosts the returned backends may be others."""
-    store, rank, backend = opened.store, opened.rank, choice.backend
+    """Find the hosts, and set Gloo's interface (collective); on several hosts the returned backends may be others.
+
+    `is_ours`: the backends were chosen here, and not by the caller.
+    """
+    store, rank = opened.store, opened.rank
     hosts = find_hosts(
         store, rank, GroupMembers(global_ranks=range(opened.world_size)), deadline.with_at_least(_LEAST_SECONDS)
     )
-    backend = backend_on_hosts(backend, hosts, rank, is_chosen=choice.is_ours)
+    backend = backend_on_hosts(backend, hosts, rank, is_chosen=is_ours)
     warn_of_nccl(backend, hosts, rank)
     if uses_gloo_anywhere(backend):
         choose_interface(store, rank, hosts, location, deadline.with_at_least(_LEAST_SECONDS))
     return backend, GroupSetUp(
         hosts=hosts,
         deadline=deadline.with_at_least(_LEAST_SECONDS),
-        compares_calls=_decide_check(choice.check, backend, rank, hosts),
-        waits=choice.check is not None,
-        subgroups_compare=choice.check is not False,
-        explains_losses=backend_names(backend) == ["gloo"] and _share_memory(opened.world_size, hosts),
+        compares_calls=_decide_check(check, backend, rank, hosts),
+        waits=check is not None,
+        subgroups_compare=check is not False,
+        explains_losses=backend_names(backend) == ["gloo"]
+        and opened.world_size > 1
+        and not hosts.why_not_shared(range(opened.world_size)),
     )
 
 
@@ -358,10 +352,6 @@ def _decide_check(check: bool | None, backend: str, rank: int, hosts: GroupHosts
             "" if hosts.is_one_host else " on several hosts",
         )
     return is_cheap
-
-
-def _share_memory(world_size: int, hosts: GroupHosts) -> bool:
-    return world_size > 1 and not hosts.why_not_shared(range(world_size))
 
 
 @contextlib.contextmanager
