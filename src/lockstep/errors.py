@@ -152,7 +152,6 @@ class WorkerFailure:
     """How one worker failed."""
 
     rank: int
-    """Rank of the worker."""
     reason: str
     """One line: the exception, the signal or the exit code."""
     traceback: str

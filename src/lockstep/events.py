@@ -76,7 +76,6 @@ class Evaluated:
 
     global_step: int
     values: Mapping[str, float]
-    """The means, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,16 +159,12 @@ Event = (
 
 
 class Recorder(Protocol):
-    """Receives events."""
-
     def record(self, event: Event) -> None:
         """Take one event; called on the worker's main thread, in order."""
 
 
 @final
 class Recorders:
-    """Several recorders, as one."""
-
     def __init__(self, recorders: Sequence[Recorder]) -> None:
         self._recorders = recorders
 

@@ -28,7 +28,6 @@ LAUNCHER_VARIABLES = (
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_TASK"),
     "SLURM_STEP_RESV_PORTS",
 )
-"""Variables that launchers set for a worker."""
 
 RECORDED_PREFIXES = (
     *("CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "KMP_", "LOCKSTEP_", "MKL_", "NCCL_", "OMP_", "OMPI_COMM_", "PYTORCH_"),
@@ -138,7 +137,6 @@ class Settings:
         return any(self.variables.get(name) for name in ("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH"))
 
     def is_launched(self) -> bool:
-        """Whether this process is a worker that `ls.launch` started."""
         return bool(self.variables.get(LAUNCHED)) and self.variables[LAUNCHED] == self.variables.get("MASTER_PORT")
 
     def folder(self) -> str:
@@ -260,11 +258,9 @@ class Settings:
         return self.variables.get(CUBLAS_VARIABLE, "")
 
     def kernel_variables(self, device_type: str) -> dict[str, str]:
-        """Return the variables from which a device's libraries choose their kernels; empty for those not set."""
         return {name: self.variables.get(name, "") for name in KERNEL_VARIABLES.get(device_type, ())}
 
     def is_chinese(self) -> bool:
-        """Return whether the locale asks for messages in Chinese."""
         names = ("LC_ALL", "LC_MESSAGES", "LANG")
         return next((self.variables[name] for name in names if self.variables.get(name)), "").startswith("zh")
 

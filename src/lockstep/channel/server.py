@@ -62,7 +62,6 @@ class ChannelServer:
         return [self.reports.get() for _ in range(self.reports.qsize())]
 
     def check(self) -> None:
-        """Raise `GroupError` if the thread that serves the channels has failed."""
         if self._failure is not None:
             what = f"{type(self._failure).__name__}: {clause(self._failure)}"
             raise GroupError(

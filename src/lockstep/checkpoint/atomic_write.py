@@ -49,7 +49,6 @@ def atomic_write(path: Path) -> Iterator[int]:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Replace a file's content by a text in UTF-8; if that fails, the file is unchanged."""
     with atomic_write(path) as descriptor, os.fdopen(os.dup(descriptor), "w", encoding="utf-8") as file:
         file.write(text)
 

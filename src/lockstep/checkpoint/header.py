@@ -23,7 +23,6 @@ from lockstep.errors import CheckpointError
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library; enough for about half a million tensors."""
 CHECKSUM_KEY = "lockstep_checksum"
-"""Key of the header's checksum in `__metadata__`."""
 EMPTY_CHECKSUM = "0" * 8
 """CRC-32 of no bytes: the initial value of a checksum, and a placeholder of the right length."""
 

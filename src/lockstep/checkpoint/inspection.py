@@ -69,7 +69,6 @@ class VerificationResult:
 
 
 def show_checkpoint(path: Path) -> CheckpointContents:
-    """Return what a checkpoint contains, without reading its tensors (local)."""
     header, manifest = read_verified_header(path)
     return CheckpointContents(path=path, num_bytes=header.file_bytes, manifest=manifest, groups=_group(header.tensors))
 

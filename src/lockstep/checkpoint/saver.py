@@ -34,7 +34,6 @@ from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.recording import EventKind, own_recorder
 
 OnError = Literal["stop", "warn"]
-"""What a failed save does: raise an error, or warn."""
 
 _NICENESS = 10
 """Nice value of the saving thread, so that the scheduler prefers the training's threads."""

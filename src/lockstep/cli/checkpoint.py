@@ -139,7 +139,6 @@ def _show(contents: CheckpointContents) -> None:
 
 
 def _facts(contents: CheckpointContents) -> list[tuple[str, str]]:
-    """Return the lines above the table; `docs/checkpoint-format.md` says what each key means."""
     manifest = contents.manifest
     fingerprint = manifest.fingerprint or {"shards": manifest.num_shards, "seed": manifest.seed}
     states = {key: ", ".join(getattr(manifest, key) or ()) for key in _STATES}

@@ -85,7 +85,6 @@ def _try(request: str, inventory: Inventory) -> Placement | DeviceError:
 
 
 def _as_document(inventory: Inventory, answers: Iterable[tuple[str, Placement | DeviceError]]) -> dict[str, Any]:
-    """Return what `--json` prints: the fields of an inventory, and `requests`."""
     tried: list[dict[str, Any]] = []
     for request, answer in answers:
         if isinstance(answer, DeviceError):

@@ -79,7 +79,6 @@ def _show(error: BaseException, trace: str) -> None:
 
 
 def _echo(text: str) -> None:
-    """Print a message, and the command that shows the pages of its codes."""
     codes = codes_in(text)
     typer.echo(f"{text}\n`lockstep explain {' '.join(codes)}` says more." if codes else text, err=True)
 

@@ -109,7 +109,6 @@ def find_config(given: Path) -> Path:
 
 
 def complete_config(incomplete: str) -> list[str]:
-    """Return the configs whose names begin so, for the shell's completion."""
     folder, _, start = incomplete.rpartition("/")
     here = Path(folder or ("/" if incomplete.startswith("/") else "."))
     prefix = incomplete[: len(incomplete) - len(start)]

@@ -43,7 +43,6 @@ class ShardAssignment:
         self._since = Cursor()
 
     def ranges(self, cursor: Cursor) -> tuple[range, ...]:
-        """Return the shards of every worker, in rank order, in the step at `cursor`."""
         with self._asking:
             self.last_requested = max(self.last_requested, cursor)
             return self._now if cursor >= self._since else self._before

@@ -72,9 +72,7 @@ class BlockOrder:
 
     seed: int
     size: int
-    """Records of a block."""
     shuffle: bool
-    """Whether parts and records come in a random order."""
 
     def parts(self, number: int, pass_number: int) -> Sequence[int]:
         return self.shuffled(number, derive_seed("parts", self.seed, pass_number))
@@ -95,7 +93,6 @@ class BlockOrder:
         return 0 if place < first else 1 + (place - first) // self.size
 
     def shuffled(self, number: int, seed: int) -> Sequence[int]:
-        """Return so many places in a random order, or in order."""
         if not self.shuffle:
             return range(number)
         return torch.randperm(number, generator=torch.Generator().manual_seed(seed)).tolist()

@@ -219,8 +219,6 @@ class _State:
 
 @final
 class _StateHash(pickle.Pickler):
-    """Writes what nobody reads."""
-
     def __init__(self, state: _State) -> None:
         super().__init__(state, protocol=5, buffer_callback=state.add_buffer)
         self._state = state
@@ -310,7 +308,6 @@ def _is_array(value: object) -> bool:
 
 
 def _is_file(array: Any) -> bool:
-    """Return whether an array is in a file that is mapped into memory."""
     base = array
     while _is_array(base):
         base = base.base

@@ -286,7 +286,6 @@ class KeyedDataset(Dataset[Any]):
 
 
 def list_samples(indices: Sequence[int]) -> str:
-    """Return the numbers of samples for a message, as far as it names them."""
     return ", ".join(map(str, indices[:_NUM_SHOWN])) + (", ..." if len(indices) > _NUM_SHOWN else "")
 
 

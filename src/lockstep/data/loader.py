@@ -316,7 +316,6 @@ class ShardedLoader:
         )
 
     def _number_data(self) -> int:
-        """Number the data by slices that are loaded in this process."""
         self._content = slice_number([_check_slice(self._loading.load(keys)) for keys in self._keys_to_compare()])
         return self._content
 

@@ -44,10 +44,6 @@ class Sampling:
             return draws
         return bucketed_order(draws, self.lengths, batch_size=self.batch_size, seed=self.seed, epoch=epoch)
 
-    def samples(self, draws: Sequence[int]) -> Sequence[int]:
-        """Return the indices of the samples that are drawn."""
-        return draws if self.weights is None else [draw % self.num_samples for draw in draws]
-
     def __str__(self) -> str:
         """Return in words what the order depends on besides the seed: equal for equal orders."""
         order = "shuffled" if self.shuffle else "in order"
@@ -57,7 +53,6 @@ class Sampling:
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """Return the indices of a data set in the order of one epoch, each exactly once."""
     if not shuffle:
         return list(range(num_samples))
     generator = torch.Generator()

@@ -19,13 +19,10 @@ from lockstep.data.order import Sampling, read_lengths, read_weights, step_slice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How the samples are ordered and cut."""
-
     batch_size: int
     num_shards: int
     drop_last: bool
     seed: int
-    """Of the order and of the samples' random states."""
     shuffle: bool
 
     def count_steps(self, num_samples: int, *, keeps_last: bool = False) -> int:

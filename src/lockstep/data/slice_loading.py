@@ -251,7 +251,6 @@ class _LoadingProcesses:
         self._kills_before = self._read_kills()
 
     def _until_end(self, iterator: LoaderIterator) -> Iterator[Any]:
-        """Yield what is loaded until all is, or a process has ended."""
         while not self._end.is_known.is_set():
             try:
                 data = next(iterator)

@@ -154,7 +154,6 @@ def describe_holder(holder: Holder, inventory: Inventory) -> str:
 
 
 def describe_bytes(count: int | None) -> str:
-    """Return "23.7 GiB", or "unknown"."""
     return "unknown" if count is None else f"{count / _GIB:.1f} GiB"
 
 

@@ -11,7 +11,6 @@ _TURNS: Final = (EventKind.FORWARD, EventKind.GENERATION)
 _WITHIN_A_TURN: Final = (EventKind.SHARD, EventKind.BACKWARD, EventKind.REDUCING, EventKind.BUCKET, EventKind.LOADING)
 """What has ended, with an error, when the next forward of a wrapper, or another set of workers, begins."""
 _OUTSIDE: Final = (StepPhase.IDLE, StepPhase.CLOSED)
-"""The phases in which a trainer does nothing."""
 _FEWEST_SHARDS: Final = 4
 """From so many shards it is known how long one takes."""
 _OWN_WORK: Final = (EventKind.SHARD, EventKind.LOADING, EventKind.EVALUATING)
@@ -37,7 +36,6 @@ class Activity:
     doing: str
     """In words, after the name of the worker: "computes shard 3"."""
     since_ns: int
-    """Since when, on its clock."""
     awaited: frozenset[int] = frozenset()
     """The ranks for which it waits; -1 in it for any rank; empty if it does not wait, or it is not known."""
     call: str = ""

@@ -29,7 +29,6 @@ class LoadingProcess:
     pid: int
     facts: ProcessFacts
     line: str
-    """The user's line where it is; empty if that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,6 @@ class WorkerState:
     """Whether it is of this host, so that the system would know of it."""
     cpu_share: float = 0.0
     how_ended: str = ""
-    """How it ended, if it has and the launcher saw it."""
     line: str = ""
     """The user's line where its main thread is; empty if that is not known."""
     loading: tuple[LoadingProcess, ...] = ()
@@ -148,7 +146,8 @@ def diagnose(
     if max(worker.seconds for worker in living) < stall_seconds:
         steps = [worker.activity.step for worker in living]
         where = f"step {steps[0]}" if len(set(steps)) == 1 else f"steps {min(steps)} to {max(steps)}"
-        return Verdict(kind="running", text=f"{_count(living)} in {where}; nobody stands still.")
+        who = "The worker is" if len(living) == 1 else f"All {len(living)} workers are"
+        return Verdict(kind="running", text=f"{who} in {where}; nobody stands still.")
     if elsewhere and all(_is_waiting(worker) for worker in culprits or living):
         return _waits_elsewhere(living, elsewhere)
     if culprits:
@@ -349,10 +348,6 @@ def _same(doing: str, doers: Sequence[WorkerState]) -> str:
     ranks = ", ".join(str(worker.rank) for worker in doers)
     lines = dict.fromkeys(_line_of(worker) for worker in doers if worker.facts is not None and _line_of(worker))
     return f"{'Ranks' if len(doers) > 1 else 'Rank'} {ranks}: {doing}{', at ' if lines else ''}{' and '.join(lines)}."
-
-
-def _count(workers: Sequence[WorkerState]) -> str:
-    return "The worker is" if len(workers) == 1 else f"All {len(workers)} workers are"
 
 
 def capitalized(text: str) -> str:

@@ -29,7 +29,6 @@ class Examination:
     workers: tuple[WorkerState, ...]
     """The present workers, or the last ones of a job that has ended."""
     stacks: dict[int, str]
-    """The Python stacks of each rank that was asked and has answered."""
     verdict: Verdict
     late_stacks: frozenset[int] = frozenset()
     """The ranks that were asked for their stacks and run, but have not answered in time."""
@@ -73,7 +72,6 @@ def examine(recording: Path, *, wants_stacks: bool = False, stall_seconds: float
 
 
 def _elsewhere(files: Sequence[FileEvents], workers: Sequence[WorkerState]) -> list[int]:
-    """Return the ranks that nothing here was recorded of."""
     world_size = max((file.header.world_size for file in files), default=0)
     return sorted(set(range(world_size)) - {worker.rank for worker in workers})
 

@@ -22,7 +22,6 @@ Usage = Mapping[str, int]
 @dataclass(frozen=True, slots=True)
 class UsageSample:
     moment_ns: int
-    """When, by the clock of the recording."""
     usage: Usage
 
 

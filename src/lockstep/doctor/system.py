@@ -72,7 +72,6 @@ class ProcessFacts:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was stopped, and runs no instruction until it is continued."""
         return self.state.startswith("stopped")
 
 
@@ -116,7 +115,6 @@ def thread_beside_frozen_main(pid: int) -> int | None:
 
 
 def _core_ns(pid: int) -> int:
-    """Return for how many nanoseconds the threads of a process have run."""
     words = (_read(path).split() for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
     return sum(int(each[0]) for each in words if each)  # empty: a thread that has ended
 
@@ -167,7 +165,6 @@ class Neighbour:
 
     pid: int
     user: str
-    """Who runs it; a number where the name is not known."""
     program: str
     cores: float
 

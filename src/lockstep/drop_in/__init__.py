@@ -58,7 +58,6 @@ _OURS_FOR_TORCHS: Mapping[Any, Any] = MappingProxyType(
         parallel.data_parallel: data_parallel,
     }
 )
-"""Everything that is replaced, by torch's own."""
 _TORCHS_FOR_OURS = {ours: torchs for torchs, ours in _OURS_FOR_TORCHS.items()}
 _OWN = re.compile(r"lockstep(_command)?(\.|$)")
 _FROM_LOCKSTEP = re.compile(r"^\s*from\s+lockstep\b", re.MULTILINE)

@@ -26,7 +26,6 @@ _CODE: Final = re.compile(r"\((LS\d{3})\)")
 
 
 def codes_in(message: str) -> list[str]:
-    """Return the codes that a message names, each once."""
     return list(dict.fromkeys(_CODE.findall(message)))
 
 
@@ -39,7 +38,6 @@ def _files() -> Mapping[str, str]:
 
 
 def all_codes() -> list[str]:
-    """Return every code that has a page, in order."""
     return list(_files())
 
 

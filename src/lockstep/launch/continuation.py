@@ -104,7 +104,7 @@ class Continuation:
         self.receive_reports()
 
     def announce_end(self) -> None:
-        """Tell the members that all have returned: one that waits for others at a meeting would wait in vain."""
+        """Tell the members that all have returned: who waits for others at a meeting would wait in vain."""
         for worker in self.generation.workers:
             self._server.send(worker, {"event": "over"})
 
@@ -116,7 +116,6 @@ class Continuation:
         self._server.send(worker, {"event": "stay"})
 
     def tell_of_loading_loss(self, worker: int, report: Message, *, goes_on: bool) -> None:
-        """Tell all workers that a loading process of one was killed, and whether it is started anew."""
         lost = {"rank": self._rank_of(worker), "pid": report["pid"], "reason": report["reason"], "goes_on": goes_on}
         for each in {worker, *self.generation.workers}:
             self._server.send(each, {"event": "loading_lost", "process": lost})

@@ -88,7 +88,6 @@ def _flags(word: str) -> list[str]:
 
 
 def is_in_ipython() -> bool:
-    """Return whether this process is a shell of IPython, as the kernel of a notebook is."""
     return hasattr(builtins, "__IPYTHON__")
 
 

@@ -59,7 +59,6 @@ def exit_status(code: int) -> int:
 
 
 def signal_name(number: int) -> str:
-    """Return "SIGKILL" for 9; "signal 40" for one without a name."""
     return {known.value: known.name for known in signal.Signals}.get(number, f"signal {number}")
 
 
@@ -247,7 +246,6 @@ class KillerNames:
 
 
 def has_run_out_of_memory(before: OomKills, after: OomKills) -> bool:
-    """Return whether the out-of-memory killer has killed a process of this control group or host meanwhile."""
     both = ((before.group, after.group), (before.host, after.host))
     return any(None not in counts and counts[0] != counts[1] for counts in both)
 

@@ -160,12 +160,10 @@ class LaunchSettings:
     template: WorkerTemplate | None = None
     """What workers are forked of; None to make one where it is of use."""
     needs_every_result: bool = True
-    """Whether a line at the end names lost workers whose results are missing; False where all return the same, and the
-    loss was told when it happened."""
+    """Whether a line at the end names lost workers whose results are missing; not where all return the same."""
     stop: StopRequest | None = None
-    """The launcher forwards this request to the workers as a signal. Their function must call `handle_stop_signals`;
-    until then the signals are blocked in the workers, so that none ends a worker that is still importing. None for
-    functions that do not handle these signals."""
+    """The launcher forwards it as a signal. A worker's function must call `handle_stop_signals`; until then the signal
+    is blocked, so that it ends no worker that is still importing. None for functions that handle no signals."""
 
 
 def call_on_workers(

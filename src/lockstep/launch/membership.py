@@ -23,7 +23,6 @@ class Generation:
     """Numbers of the worker processes, in rank order."""
 
     def rank_of(self, worker: int) -> int | None:
-        """Return the rank of a worker; None if it does not belong to this generation."""
         return self.workers.index(worker) if worker in self.workers else None
 
 
@@ -38,9 +37,7 @@ class WorkerLimits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
     lost: Collection[int] = ()
-    """Workers that have ended, or that were killed because they did not answer."""
     leaving: Collection[int] = ()
-    """Workers that were asked to leave, and can: they have finished their step."""
     arrived: Sequence[int] = ()
     """New workers that are ready to take over the state of the run, in the order in which they became ready."""
 
@@ -55,10 +52,9 @@ def next_generation(current: Generation, changes: Changes, limits: WorkerLimits)
     gone = {*changes.lost, *changes.leaving}
     staying = tuple(worker for worker in current.workers if worker not in gone)
     if not staying:
-        return Stop(
-            reason=f"{_all_of(len(current.workers))} ended, so the state of the run is lost. Resume from its newest "
-            "checkpoint."
-        )
+        count = len(current.workers)
+        who = "The only worker" if count == 1 else f"All {count} workers"
+        return Stop(reason=f"{who} ended, so the state of the run is lost. Resume from its newest checkpoint.")
     new = [worker for worker in changes.arrived if worker not in gone and worker not in current.workers]
     workers = (*staying, *new[: max(0, limits.max_workers - len(staying))])
     if len(workers) < limits.min_workers:
@@ -78,7 +74,6 @@ class Wishes:
 
     num_workers: int
     leaving: Collection[int] = ()
-    """Workers that have asked to leave, or whose device was asked for."""
     arrived: Sequence[int] = ()
 
 
@@ -106,9 +101,4 @@ class RespawnLimit:
 
 
 def may_respawn(limit: RespawnLimit, respawned_at: Sequence[float], now: float) -> bool:
-    """Return whether another worker may be replaced; the times are in seconds of one clock."""
     return sum(1 for moment in respawned_at if now - moment < limit.seconds) < limit.count
-
-
-def _all_of(count: int) -> str:
-    return "The only worker" if count == 1 else f"All {count} workers"

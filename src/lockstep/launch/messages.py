@@ -76,8 +76,6 @@ class WorkerTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How a worker's function ended."""
-
     rank: int
     time: float
     """When it ended, on the host's monotonic clock, in seconds."""
@@ -124,7 +122,6 @@ def send_task(stream: BinaryIO, search_path: list[str], task: WorkerTask) -> Non
 
 
 def send_report(stream: BinaryIO, report: Report) -> None:
-    """Send the launcher a report: its length, then its bytes."""
     payload = pickle.dumps(report)
     stream.write(struct.pack("<Q", len(payload)) + payload)
     stream.flush()
@@ -160,5 +157,4 @@ def load_error(report: Report) -> BaseException | None:
 
 
 def is_consequence(report: Report) -> bool:
-    """Return whether the worker's exception says that another worker failed."""
     return isinstance(load_error(report), CONSEQUENCES)

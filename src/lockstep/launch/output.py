@@ -105,10 +105,7 @@ class Relays:
         self._over, self._over_writer = os.pipe()
 
     def open(self, rank: int, stream: Stream) -> tuple[int, Tail]:
-        """Return the writing end of a new pipe for a worker, and the object that keeps the end of its output.
-
-        The caller closes its descriptor when the worker has been started.
-        """
+        """Return a new pipe's writing end, which the caller closes once the worker has it, and the output's tail."""
         source, written = os.pipe()
         tail = Tail()
         prefix = f"[rank {rank}] ".encode() if self._has_prefix else b""
@@ -170,7 +167,6 @@ class _Relay:
                 self.log.close()
 
     def _read(self) -> bytes:
-        """Return the next chunk; nothing at the end."""
         ready = wait_to_read(self.source, self.over)
         chunk = os.read(self.source, _CHUNK_BYTES) if self.source in ready else b""
         if self.over in ready:

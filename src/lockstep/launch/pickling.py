@@ -170,7 +170,6 @@ class _Location:
 
 
 def find_in_call(function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> Unpicklable | None:
-    """Return the value in a call that cannot be pickled; None if each can."""
     parts: list[_Part] = [(_Location("the function", name_of(function)), function)]
     parts += [(_Location("the positional argument", f"args[{index}]"), value) for index, value in enumerate(args)]
     parts += [(_Location("the argument", name), value) for name, value in kwargs.items()]

@@ -44,8 +44,6 @@ _NUM_ATTEMPTS = 20
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The address at which the workers of a launch find their store."""
-
     port: int
     is_served: bool
     """Whether the launcher serves the store; if not, rank 0 does."""
@@ -97,7 +95,6 @@ def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
 
 
 def _serve_when_asked(listener: socket.socket, over: int) -> None:
-    """Pass connections of this user on to a store, until `over` is closed at its other end."""
     with GuardedStore() as store:
         Forwarding(listener, over, store).run()
 

@@ -118,8 +118,6 @@ class StartAgain:
 
 @final
 class Restarts:
-    """Counts the restarts of a launch, and tells of each."""
-
     def __init__(self, most: int, tell: Tell) -> None:
         if most < 0:
             raise ValueError(f"max_restarts is {most}, expected 0 or more. (LS123)")

@@ -37,15 +37,11 @@ _LABEL = re.compile(r"\bGPU (\d+(?::\d+)?)(?= \()")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningLaunch:
-    """What supervises a launch needs of it."""
-
     pool: WorkerPool
     continuation: Continuation
     elastic: Elastic = FIXED
     force: bool = False
-    """Whether new workers take GPUs that other processes use, too."""
     needs_every_result: bool = False
-    """Whether a line at the end names lost workers whose results are missing."""
 
 
 @final
@@ -218,7 +214,6 @@ class Scaling:
     # -- Requests of `lockstep scale` ----------------------------------------------------------------------------------
 
     def begin_request(self, request: Message) -> str:
-        """Begin to carry out a request; return what it will do, or a question's answer."""
         what = request.get("op")
         if what == "describe":
             return self.describe()
@@ -230,7 +225,6 @@ class Scaling:
         raise RefusedError(f"The request {str(request)[:80]} is none that this version of Lockstep knows. (LS603)")
 
     def request_result(self) -> str | None:
-        """Return how the last change has ended; None while it goes on."""
         if self.problem:
             raise RefusedError(f"{self.problem} The run goes on: {self.describe()}. (LS603)")
         return self.describe() if self.is_reached else None

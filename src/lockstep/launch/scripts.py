@@ -76,7 +76,6 @@ class ScriptJob:
     """The option that passes the local rank to the script: "--local-rank" or "--local_rank"; empty for none."""
     has_prefix: bool = True
     log_dir: Path | None = None
-    """The directory for log files of the workers' output; None for no log files."""
     drop_in: bool = False
     num_restarts: int = 0
     """How often the workers were started before, for TORCHELASTIC_RESTART_COUNT."""
@@ -267,8 +266,6 @@ class ScriptOutput:
 
 @final
 class ScriptWorkers:
-    """Starts workers that become a script, and passes on what they write."""
-
     def __init__(self, job: ScriptJob, rendezvous: Rendezvous, recording: Path | None) -> None:
         self.outputs: dict[int, ScriptOutput] = {}
         self._job = job

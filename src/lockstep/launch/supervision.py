@@ -179,8 +179,6 @@ class Fencing:
 
 @final
 class Supervision:
-    """Waits for the workers of one launch, and lets the run continue when some are lost, leave or join."""
-
     def __init__(self, launch: RunningLaunch) -> None:
         self._pool = launch.pool
         self._continuation = launch.continuation
@@ -192,10 +190,7 @@ class Supervision:
         self._failed_at = self._deadline = math.inf
 
     def wait(self) -> list[Worker]:
-        """Wait until every worker of the run has returned; return those that have, in rank order.
-
-        `WorkerFailedError`: one failed, or was lost and the others could not continue.
-        """
+        """Wait until every worker of the run has returned; return those, in rank order, or raise the failure."""
         with ExitStack() as stack:
             control = self._open_control(stack)
             while not all(worker.has_returned for worker in self._members()):
@@ -355,7 +350,6 @@ def patience_after(failed: Sequence[Worker], *, is_sure: bool) -> float:
 
 
 def _describe(worker: Worker) -> str:
-    """Return how a worker has ended, for the message of those that continue."""
     if worker.end is End.FAILED and (failure := worker.failure()).traceback:
         return f"failed while it joined: {failure.reason}"
     if worker.end is End.LEFT:

@@ -84,7 +84,6 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended, and free its process id; `subprocess.TimeoutExpired` after `timeout` seconds."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:

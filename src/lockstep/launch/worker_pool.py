@@ -79,24 +79,19 @@ class Account(Protocol):
 
     def due(self, worker: "Worker") -> float:
         """Return when to `look` though the process runs on; infinity for never."""
-        ...
 
     @property
     def may_tell_of_failure(self) -> bool:
         """Whether a failure may have happened of which the launcher will know only later."""
-        ...
 
     def look(self, worker: "Worker") -> None:
         """Take in what is known by now: the process has ended, or `due` is over."""
-        ...
 
     def end(self, code: int | None) -> End | None:
         """Return how it stands, after exit code `code`; None if that alone says it."""
-        ...
 
     def failed_at(self, worker: "Worker") -> float | None:
         """Return when it failed; None if its process has ended without saying."""
-        ...
 
     def failure(self, worker: "Worker") -> WorkerFailure: ...
 
@@ -104,7 +99,6 @@ class Account(Protocol):
 
     def is_consequence(self, worker: "Worker") -> bool:
         """Return whether it says that it has failed because another worker has."""
-        ...
 
     def close(self) -> None: ...
 
@@ -112,18 +106,15 @@ class Account(Protocol):
 class Starter(Protocol):
     def signals_held_back(self) -> AbstractContextManager[None]:
         """Return the context in which a process starts, until the pool knows it."""
-        ...
 
     def start(self, pool: "WorkerPool", number: int, device: Device, channel: int) -> tuple[Process, Account]:
         """Start a worker of the pool, which leads a session and inherits `channel`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopping:
     first: signal.Signals = signal.SIGTERM
     grace_seconds: float = GRACE_SECONDS
-    """How long they may take to end after the first signal, before they are killed."""
     is_hurried: Callable[[float], bool]
     """Waits so many seconds; returns whether to kill them at once."""
     tell: Callable[[str], None]
@@ -251,7 +242,6 @@ class WorkerPool:
 
     @property
     def folder(self) -> str:
-        """A folder for temporary files of the workers; empty if there is none."""
         return self._sessions.folder
 
     def start(self, number: int, device: Device) -> Worker:

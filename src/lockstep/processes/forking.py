@@ -26,8 +26,6 @@ from typing import Any, Final, final
 
 @final
 class _Forks:
-    """Knows how often this process was forked, and what to do at the next time."""
-
     def __init__(self) -> None:
         self.depth = 0
         """How many forks lead from the first process of this program to this one."""
@@ -38,7 +36,6 @@ class _Forks:
         self._leaves_garbage = False
 
     def leave_garbage_alone(self) -> None:
-        """Let children that are forked from now on collect nothing that they inherit."""
         self._leaves_garbage = True
 
     def call_in_children(self, find: Callable[[], Callable[[], object] | None]) -> None:

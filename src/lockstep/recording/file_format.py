@@ -101,7 +101,6 @@ class FileHeader:
 
     version: int = VERSION
     capacity: int
-    """How many events the ring holds."""
     pid: int
     stack_signal: int
     """The signal on which it writes its Python stacks; 0 for none."""

@@ -72,7 +72,6 @@ class FileEvents:
         return OneEvent(text=self.text(int(row["text"])), **fields)
 
     def events(self, kind: EventKind | None = None) -> list[OneEvent]:
-        """Return the events of a kind, or all, oldest first."""
         positions = range(len(self.table)) if kind is None else np.flatnonzero(self.table["kind"] == kind).tolist()
         return [self.event(position) for position in positions]
 

@@ -161,7 +161,6 @@ class Bound:
         self._next_look = clock() + _LOOK_SECONDS
 
     def text(self) -> str:
-        """Return it; empty while the workers mostly compute."""
         began = self._clock()
         if began >= self._next_look:
             self._text = self._look()
@@ -196,15 +195,12 @@ def _duration(seconds: float) -> str:
 
 def _describe_run(event: RunStarted) -> str:
     kind = "the CPU" if event.device.startswith("cpu") else "GPUs"
+    data = "a stream" if event.num_train_samples is None else f"{event.num_train_samples:,} samples"
     return (
-        f"training {event.num_parameters:,} parameters on {_describe_data(event)} "
+        f"training {event.num_parameters:,} parameters on {data} "
         f"with {counted(event.world_size, 'worker')} on {kind}, {counted(event.num_shards, 'shard')} per step"
         + _describe_start(event)
     )
-
-
-def _describe_data(event: RunStarted) -> str:
-    return "a stream" if event.num_train_samples is None else f"{event.num_train_samples:,} samples"
 
 
 def _describe_start(event: RunStarted) -> str:
@@ -232,13 +228,9 @@ def fold(parts: Sequence[str], width: int | None) -> list[str]:
 def _describe_epoch(event: EpochFinished, num_epochs: int) -> list[str]:
     parts = [f"epoch {event.epoch + 1:>{len(str(num_epochs))}}/{num_epochs}", f"loss {event.train_loss:.4f}"]
     parts += [f"test {name} {_format_metric(name, value)}" for name, value in event.test.items()]
-    parts += [f"{_spaced(name)} {_format_metric(name, value)}" for name, value in event.others.items()]
+    parts += [f"{name.replace('_', ' ', 1)} {_format_metric(name, value)}" for name, value in event.others.items()]
     return [*parts, f"{event.samples_per_second:,.0f} samples/s"]
 
 
 def _format_metric(name: str, value: float) -> str:
     return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4f}"
-
-
-def _spaced(name: str) -> str:
-    return name.replace("_", " ", 1)

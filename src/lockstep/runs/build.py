@@ -81,7 +81,6 @@ class RunParts:
 
     @property
     def test(self) -> ShardedLoader | None:
-        """The test set, if there is one; else the first set that is evaluated."""
         found: ShardedLoader | None = preferred_set(None, self.evaluated)
         return found
 
@@ -140,10 +139,7 @@ def make_named(config: Config, key: str, *arguments: Any) -> Any:
 
 @contextmanager
 def _refused(said: str, end: str) -> Iterator[None]:
-    """Turn the TypeError or ValueError with which a value of the config is refused into an error of the config.
-
-    `end` ends the message: advice, and the code.
-    """
+    """Turn the TypeError or ValueError for a refused value into an error of the config, which ends with `end`."""
     try:
         yield
     except (TypeError, ValueError) as error:

@@ -51,7 +51,6 @@ class Change:
     before: str
     after: str
     needs_allow: bool
-    """Whether it changes the results of the run, so that it needs `--allow`."""
     reason_impossible: str
     """Why it cannot be changed; empty if it can."""
 

@@ -271,7 +271,6 @@ class Config(BaseModel):
         return self.on_worker_loss == "continue" or (self.on_worker_loss is None and {"cpu"}.issuperset(device_types))
 
     def check_workers(self, num_workers: int) -> None:
-        """Check the number of workers that follows from the devices."""
         if num_workers > self.num_shards:
             raise ConfigError(
                 f"{num_workers} workers cannot share num_shards = {self.num_shards} shards: some would have nothing "
@@ -357,7 +356,6 @@ def _kind(value: object) -> str:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Return the values of a YAML 1.2 text."""
     try:
         _check_size(YAML(typ="safe", pure=True).compose(text), source)
         return YAML(typ="safe", pure=True).load(text)

@@ -175,7 +175,6 @@ def find_run_directory(run_dir: str | None, name: str) -> Path:
 
 
 def link_best_checkpoint(run_dir: Path, path: Path) -> None:
-    """Make best.ckpt a symbolic link to a checkpoint of the run, atomically."""
     link = run_dir / BEST_NAME
     if link.is_symlink() and link.readlink() == Path(path.name):
         return

@@ -37,8 +37,6 @@ from lockstep.runs.saving import check_metric_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What an evaluation has measured; the same on every worker."""
-
     metrics: Mapping[str, float]
     weights: Mapping[str, float]
     """Over how many samples (or tokens) each is the mean."""

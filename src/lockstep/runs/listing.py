@@ -35,7 +35,6 @@ class ListedRun:
     state: str
     """running, finished, stopped, interrupted, failed, or killed: the launcher has ended without saying how."""
     reason: str
-    """Why it has failed, in one line; empty otherwise."""
     epoch: int
     """Epochs that are done."""
     step: int
@@ -174,7 +173,6 @@ class FitResult:
     fingerprint: str
     """What the digest depends on besides code and data."""
     test: Mapping[str, float]
-    """Mean of each metric over the test set."""
     num_test_samples: float
     """Over how many samples (or tokens) the accuracy, or else the loss, is the mean."""
     num_right: float | None

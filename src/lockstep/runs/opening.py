@@ -269,7 +269,6 @@ def _copy(source: Path, target: Path) -> None:
 class SavedRun:
     checkpoint: Path
     config: Config
-    """The config of the run, with the changes that the user asked for."""
     code: Path | None
     """The folder of the modules that the config names, if the run directory tells it."""
     where: str

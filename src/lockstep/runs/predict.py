@@ -126,7 +126,6 @@ class _Outputs:
         self._transform = None if path is None else import_object("--output-function", path)
 
     def changing_nothing(self) -> AbstractContextManager[object]:
-        """Return the context for calls, which puts back what they change in the model."""
         return self._calls.changing_nothing()
 
     def __call__(self, batch: ShardedBatch, part: Slice) -> Columns:

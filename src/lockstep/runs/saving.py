@@ -140,7 +140,6 @@ class RunSaver:
     def _checkpoint(
         self, trainer: Trainer, scheduler: Scheduler | None, metrics: Mapping[str, float | None]
     ) -> Checkpoint:
-        """Return a checkpoint with the live tensors; the saver computes its digest."""
         values = json.loads(self._config.model_dump_json())
         return pack_state(trainer.state_dict(), scheduler, values, metrics, self._extra)
 

@@ -28,7 +28,6 @@ class LocatedWeights:
     path: tuple[str, ...]
     """The keys that lead to them; empty if the content itself is the weights."""
     prefix: str
-    """The prefix of their names that `key` selected."""
     state: Mapping[str, Any]
     """Tensors and extra state of modules, by name without `prefix`."""
     others: tuple[str, ...]

@@ -28,7 +28,6 @@ class Renaming:
     names: Mapping[str, str]
     """From each name in the file to its new name; one to one."""
     notes: tuple[str, ...] = ()
-    """The changes, in words."""
     dropped: str = ""
     """The prefix that was removed from every name, with its last dot."""
     added: str = ""

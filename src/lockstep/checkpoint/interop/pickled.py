@@ -169,7 +169,6 @@ def _pickles(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _collect_globals(stream: IO[bytes], found: set[str]) -> None:
-    """Add the globals that one pickle names to `found`."""
     texts: list[str] = []
     memo: dict[int, str | None] = {}
     text: str | None = None

@@ -48,7 +48,6 @@ class ForeignWeights:
     versions: Mapping[str, Any]
     """By module path, the version that wrote it (a state_dict's `_metadata`); empty if the file has none."""
     form: str
-    """The format, in words."""
     notes: tuple[str, ...]
     """What was left out, in words."""
 

@@ -147,7 +147,6 @@ def _shared_names(targets: Mapping[str, Any]) -> list[list[str]]:
 def as_state_dict(
     state: Mapping[str, Any], versions: Mapping[str, Any], without: Iterable[str] = ()
 ) -> "OrderedDict[str, Any]":
-    """Return a dictionary of the kind that `Module.state_dict` returns."""
     left_out = set(without)
     chosen = OrderedDict((name, value) for name, value in state.items() if name not in left_out)
     set_state_dict_versions(chosen, versions)

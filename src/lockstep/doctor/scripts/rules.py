@@ -225,7 +225,6 @@ def _epoch_loop(source: ScriptSource) -> ast.For | None:
 
 
 def _check_evaluation(source: ScriptSource) -> Iterator[ScriptFinding]:
-    """Yield loaders of evaluations that a DistributedSampler pads."""
     evaluated = _evaluated_names(source) - _trained_names(source)
     for call in source.calls:
         if not source.is_call_of(call, "DataLoader"):
@@ -315,7 +314,6 @@ def _is_alone(source: ScriptSource, call: ast.Call) -> bool:
 
 
 def _check_skipped_steps(source: ScriptSource) -> Iterator[ScriptFinding]:
-    """Yield steps that a rank leaves out by itself, because its own loss is not finite."""
     for loop in ast.walk(source.tree):
         if not isinstance(loop, ast.For):
             continue
@@ -379,7 +377,6 @@ def _prints_own_loss(source: ScriptSource, call: ast.Call) -> bool:
 
 
 def _check_names_in_checkpoints(source: ScriptSource) -> Iterator[ScriptFinding]:
-    """Yield checkpoints of the wrapper's state, whose names begin with `module.`, that a plain model is to load."""
     wrapped = _wrapped_names(source)
     saved = [
         each
@@ -425,7 +422,6 @@ def _is_wrapped(source: ScriptSource, call: ast.Call, wrapped: Mapping[str, Sequ
 
 
 def _check_seeds(source: ScriptSource) -> Iterator[ScriptFinding]:
-    """Yield seeds that are the same on all ranks, where samples are augmented at random."""
     seeds = [call for call in source.calls if last_name(call.func) in _SEEDING and call.args]
     if not seeds or any(source.mentions_rank(call) for call in seeds):
         return

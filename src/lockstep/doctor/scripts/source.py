@@ -31,7 +31,6 @@ class ScriptFinding:
     rule: str
     level: Level
     line: int
-    """The line, counted from 1."""
     text: str
     mended: str
     """The line as it should be, or the line to add."""

@@ -35,7 +35,6 @@ _CURVES: Final[Mapping[str, tuple[str | None, Sequence[str]]]] = {
 
 
 def write_page(runs: Sequence[RunData], path: Path) -> None:
-    """Write the page about some runs as one file (local)."""
     atomic_write_text(path, make_page(runs))
 
 
@@ -69,7 +68,6 @@ def make_page(runs: Sequence[RunData]) -> str:
 
 
 def _draw(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Return the figures that there are, by name, in the order of the page."""
     from lockstep.report.page.figures import draw_curve, draw_memory, draw_timeline
 
     names = [key for run in runs for row in run.epochs for key in row if key.startswith("test_") and key != "test_loss"]

@@ -26,7 +26,6 @@ class RunData:
     changes: Sequence[Mapping[str, Any]]
     """The rows of workers that were lost, joined or left."""
     starts: Sequence[Mapping[str, Any]]
-    """Where and how it was started, the latest first."""
     checkpoints: Mapping[str, Mapping[str, Any]]
     """The manifest of each checkpoint file, by its name; those that cannot be read are left out."""
     recording: Sequence[FileEvents]

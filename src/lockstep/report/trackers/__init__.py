@@ -49,7 +49,6 @@ class Following:
         self.ending: Ending = "finished"
 
     def record(self, event: Event) -> None:
-        """Give the event to the trackers; the first one starts them."""
         if self._trackers is None:
             rows = list(read_metrics(self._metrics)) if self._metrics.exists() else []
             self._trackers = self._start(rows, may_fail=not isinstance(event, RunStarted))
