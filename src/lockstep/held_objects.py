@@ -55,8 +55,6 @@ _UNNAMED = frozenset({"", "self", "func"})
 
 
 class Held(NamedTuple):
-    """A value, and where it is."""
-
     path: str
     """The root's own, and the names from there on, each with a dot before it."""
     value: Any
@@ -201,7 +199,6 @@ class Walk:
     # -- The parts of a value ------------------------------------------------------------------------------------------
 
     def parts(self, value: Any) -> Iterator[_Part]:
-        """Return what a value itself holds."""
         kind = type(value)
         if kind is _Mentioned:
             yield from self._mentioned(*value)

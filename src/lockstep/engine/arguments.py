@@ -237,7 +237,6 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
 
 
 def can_be_called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Whether a function takes these arguments, as far as its signature is known."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError:
@@ -276,7 +275,6 @@ def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
 
 
 def check_batchnorm(model: nn.Module, world: World, num_shards: int) -> None:
-    """Refuse layers whose result depends on the number of workers."""
     found = [name for name, module in model.named_modules() if isinstance(module, TorchsSyncBatchNorm)]
     if not found:
         return

@@ -173,7 +173,6 @@ class SWA(AveragedWeights):
 
 
 def tensors_of(weights: AveragedWeights | None, callbacks: Sequence[Callback]) -> Mapping[str, Tensor]:
-    """Return what is to be evaluated in the place of the model's own tensors; nothing for None."""
     if weights is None:
         return {}
     if not isinstance(weights, AveragedWeights):
@@ -207,7 +206,6 @@ def put_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def weights_in_place(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let a model have other weights in this context, and its own afterwards (local)."""
     if not tensors:
         yield
         return
@@ -220,8 +218,6 @@ def weights_in_place(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterato
 
 
 class LiveValues(NamedTuple):
-    """The tensors that an average has, by the names of the model's `state_dict`."""
-
     averaged: Mapping[str, Tensor]
     copied: Mapping[str, Tensor]
 
@@ -231,10 +227,7 @@ class LiveValues(NamedTuple):
 
 @final
 class LiveTensors:
-    """Finds the tensors of a model that an average has: parameters that are not whole numbers, and saved buffers.
-
-    The model's parameters stay the same objects; a forward may put other tensors in the place of buffers.
-    """
+    """Parameters stay the same objects; a forward may put other tensors in the place of buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {

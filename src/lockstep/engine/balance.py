@@ -44,10 +44,7 @@ class ShardBalance(StepPart):
             self.note(step.batch, rows[self._seconds], last_requested)
 
     def note(self, batch: ShardedBatch, seconds: Sequence[float], last_requested: Cursor) -> None:
-        """Record what the workers measured in the step of `batch`, and move shards if that makes steps shorter.
-
-        `seconds` are per shard, for each worker; 0 where a worker has not measured.
-        """
+        """Move shards if steps become shorter; `seconds` are per shard, for each worker, 0 where not measured."""
         if min(seconds) <= 0 or batch.assignment.is_changing(batch.cursor):
             return
         self._measured.append(tuple(seconds))

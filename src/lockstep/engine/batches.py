@@ -69,7 +69,6 @@ class BatchSequenceCheck:
         self.source, self._is_restored = source, True
 
     def check(self, batch: ShardedBatch, cursor: Cursor) -> None:
-        """Check that a batch is of the run's data, and warn if its step lies behind `cursor`."""
         if self.source is not None and batch.source != self.source and self._is_restored:
             raise ValueError(
                 f"The restored run was trained on a loader of {self.source}, and the batch is of one of "

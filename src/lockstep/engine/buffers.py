@@ -50,7 +50,6 @@ class BufferSpec:
     """The shape of the part that has memory; another one for an expanded tensor."""
     dtype: torch.dtype
     is_on_cpu: bool
-    """Whether it is on the CPU, wherever the model is."""
 
 
 BufferSpecs = list[dict[str, BufferSpec | None]]
@@ -64,9 +63,8 @@ def buffer_parts(model: nn.Module) -> BufferParts:
 class FlatMemory:
     """Memory for tensors of any dtypes, kept from step to step: one flat tensor of bytes per device.
 
-    One message carries them then, and one operation chooses between two copies.
-
-    `values` are views of it, one for each tensor that it was fitted to.
+    One message carries them then, and one operation chooses between two copies. `values` are views of it, one for each
+    tensor that it was fitted to.
     """
 
     def __init__(self) -> None:
@@ -136,7 +134,6 @@ class BufferSnapshot:
             self.values = [tensor.clone() for tensor in self.live]
 
     def _are_names_recorded(self) -> bool:
-        """Whether the modules have the recorded tensors, under the recorded names."""
         return self._read_layout() == self._layout and all(map(is_, _values(self._parts), self._named))
 
     def _read_layout(self) -> tuple[list[int], list[str]]:
@@ -171,7 +168,6 @@ class BufferSnapshot:
                 part.update(names)
 
     def is_other_layout(self, parts: BufferParts) -> bool:
-        """Return whether `parts` are other buffers than the recorded ones, or of other shapes."""
         now = list(_tensors(parts))
         if list(map(id, now)) == list(map(id, _tensors(self.names))):
             shapes = {id(buffer): shape for buffer, (_, shape) in zip(self._buffers, self._places, strict=True)}
@@ -251,8 +247,6 @@ _PURPOSE = "sending shard 0's buffers"
 
 @final
 class ShardZeroBuffers(StepPart):
-    """Lets every shard of a worker start from the step's buffers, and keeps those of shard 0."""
-
     def __init__(self, model: nn.Module, world: World, device: torch.device) -> None:
         self._world = world
         self._device = device
@@ -366,14 +360,12 @@ class ShardZeroBuffers(StepPart):
         return wait
 
     def _send_new(self) -> tuple[BufferSpecs, list[Tensor]] | None:
-        """Return rank 0's buffers, which have other shapes than the step began with."""
         if self._world.rank != 0:
             return None
         source = self._shard_0.names if self._has_copy_of_shard_0 else self._parts
         return describe_buffers(source), [each.cpu() for each in self._values_of_shard_0()]
 
     def _take_new(self, found: list[tuple[BufferSpecs, list[Tensor]] | None]) -> None:
-        """Keep rank 0's buffers, which `commit` writes."""
         assert found[0] is not None
         specs, values = found[0]
         self._new = _make_buffers(specs, values, self._device)

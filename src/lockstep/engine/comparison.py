@@ -41,8 +41,6 @@ ShardNumbering = Callable[[ShardedBatch, Sequence[int]], ShardHashes]
 
 @final
 class WorkerComparison(StepPart):
-    """Compares the optimizer's options and, where something has written to them, the parameters."""
-
     def __init__(self, runs: ShardRuns) -> None:
         self._buffers = runs.buffers
         self._state = runs.state
@@ -60,7 +58,6 @@ class WorkerComparison(StepPart):
         self.columns = self._options, self._values
 
     def begin(self, _step: CurrentStep) -> None:
-        """Look at what the shards of the step may write (local)."""
         self._begun = {} if self._is_alone else self._state.parts.compared_at_begin()
         is_same = _have_versions(self._begun.values(), self._at_begin)
         self._number_at_begin = 0 if is_same else sum_of_bits(self._begun.values())
@@ -122,7 +119,6 @@ class WorkerComparison(StepPart):
 
 
 def _have_versions(tensors: Iterable[Tensor], expected: Sequence[tuple[Tensor, int]]) -> bool:
-    """Whether these are the same tensors, with the same number of writes."""
     found = list(tensors)
     return len(found) == len(expected) and all(
         each is before and version_of(each) == count for each, (before, count) in zip(found, expected, strict=True)
@@ -213,10 +209,7 @@ def _find_difference(found: ShardHashes, expected: ShardHashes) -> str:
 
 
 def number_shards(runs: ShardRuns, batch: ShardedBatch, order: Sequence[int]) -> ShardHashes:
-    """Compute shards in an order, each from the buffers of the step's begin, and change nothing (local).
-
-    `batch` has the slices of all these shards.
-    """
+    """Compute shards in an order, each from the step's first buffers; change nothing. `batch` has all these (local)."""
     slices = {part.shard: part for part in batch.slices}
     runs.random.save()
     runs.buffers.record()

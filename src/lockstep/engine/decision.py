@@ -31,9 +31,8 @@ from lockstep.torch_private.modules import foreach_div_
 
 @final
 class ReducedGradients(StepPart):
-    """Begins with the gradients of a step, and finds out whether they are finite, and whether a backward runs another.
+    """Whether a backward runs another inside decides on the order of addition, on all workers alike.
 
-    Whether a backward runs another one inside decides on the order of addition, on all workers alike:
     [Note: a backward inside a backward] in `lockstep.reduce.shard_reducer`. Gradients are not looked at where a scaler,
     or their norm, shows that one is not finite.
     """
@@ -94,7 +93,6 @@ class ReducedGradients(StepPart):
 
 
 def require_gradients(parameters: Iterable[nn.Parameter], place: str) -> list[Tensor]:
-    """Return the gradients of those parameters that have one; a LossError if none has."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         raise LossError(

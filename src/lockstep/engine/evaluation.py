@@ -155,7 +155,6 @@ class SliceCalls:
 
     @contextmanager
     def changing_nothing(self) -> Iterator[Self]:
-        """Put buffers, and generators that the model and the function hold, back at the end of this context."""
         self._function.generators.save()
         try:
             with self._buffers.kept():
@@ -433,8 +432,6 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @contextmanager
 def _added_to(sums: Sums, model: nn.Module) -> Iterator[None]:
-    """Add the statistics of what goes into each layer meanwhile."""
-
     def add(name: str, value: Tensor) -> None:
         sums[name] = sums[name] + value.cpu() if name in sums else value.cpu()
 

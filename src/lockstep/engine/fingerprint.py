@@ -75,7 +75,6 @@ class Fingerprint:
     seed: int
     deterministic: bool
     matmul_precision: str
-    """torch.get_float32_matmul_precision(): "highest" unless TensorFloat-32 or bfloat16 is allowed."""
 
     switches: Facts = field(default_factory=dict)
     """What else chooses between kernels or rounds otherwise, by name: torch's switches, versions of libraries."""
@@ -92,7 +91,6 @@ class Fingerprint:
         )
 
     def differences(self, other: "Fingerprint") -> list[str]:
-        """Return in words how `other` differs; empty if it does not."""
         mine, theirs = _flat(self), _flat(other)
         # A switch that only one has was recorded by another version of Lockstep, or for another type of device.
         return [
@@ -164,10 +162,7 @@ def in_present_names(facts: Facts) -> Facts:
 
 
 def describe_matmul_precision() -> str:
-    """Return "highest", "high" or "medium"; torch has no such word where the precision was set for one library alone.
-
-    `torch.get_float32_matmul_precision` raises then. The precision of each library is among the switches.
-    """
+    """Torch raises where the precision was set for one library alone; that of each library is among the switches."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -245,10 +240,7 @@ def _flushes_denormal() -> bool:
 
 @final
 class DeterminismSwitches:
-    """Sets torch's deterministic switches, which hold for the whole process, and restores them.
-
-    The environment variables that `set_deterministic` sets as well stay: what reads them has done so already.
-    """
+    """Restores torch's switches, but no environment variables: what reads these has done so already."""
 
     def __init__(self, *, deterministic: bool) -> None:
         self._is_set = True

@@ -98,10 +98,7 @@ class DeviceRow:
 
     @torch.no_grad()
     def add_loss(self, shard: int, loss: Tensor, weight: float | Tensor) -> None:
-        """Add the mean loss of a shard and its weight (local).
-
-        It is computed at once: the loss may lie in memory that the next forward overwrites, as outputs of CUDA graphs.
-        """
+        """Compute at once: the loss may lie in memory that the next forward overwrites, as outputs of CUDA graphs."""
         if isinstance(weight, Tensor):
             weight = weight.detach().double()
             self._weights[shard].copy_(weight)
@@ -125,10 +122,7 @@ class DeviceRow:
         work.wait()
 
     def total_weight(self, known: Sequence[float]) -> Tensor:
-        """Return the sum of the weights, in the order of the tree, on the device (local; after `exchange`).
-
-        In `known`, a weight below zero is one that is on the device only.
-        """
+        """Return the sum of the weights, after `exchange`; below zero in `known` is one that is on the device."""
         for shard, weight in enumerate(known):
             if weight >= 0:
                 self._weights[shard].fill_(weight)
@@ -367,10 +361,7 @@ class SliceLoss:
 
 
 def read_loss(result: Any, part: Slice) -> SliceLoss:
-    """Return the mean loss of a slice, and its weight: of samples, unless the loss function returns another.
-
-    A weight that is a tensor on an asynchronous device stays there.
-    """
+    """Return a slice's mean loss and its weight: samples, unless it returned another; one on a device stays there."""
     others: Mapping[Any, Any] = {}
     if isinstance(result, Mapping):
         if "loss" not in result:
@@ -418,10 +409,7 @@ def gradient_of_loss(loss: Tensor, weight: float | Tensor, num_samples: int) -> 
 
 
 def zero_over_parameters(loss: Tensor) -> Tensor | None:
-    """Return a zero whose backward gives zeros to the parameters that a loss depends on, if it has some (local).
-
-    [Note: a shard that has nothing to learn from].
-    """
+    """Return a zero whose backward gives zeros, or None. [Note: a shard that has nothing to learn from]."""
     zeros = [leaf.sum() * 0.0 for leaf in _find_leaves(loss)]
     if not zeros:
         return None

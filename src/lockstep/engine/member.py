@@ -95,8 +95,6 @@ class _Place(Enum):
 
 @final
 class Member:
-    """This worker, in a run that continues with other workers."""
-
     def __init__(self, generations: Generations) -> None:
         self.generations = generations
         generations.num_calls = lambda: self._num_calls
@@ -340,11 +338,7 @@ class Member:
 
 
 def send_state(world: World, state: Any, targets: Sequence[int]) -> None:
-    """Send a nested value with tensors, without a file (collective for this rank and `targets`).
-
-    It goes as a checkpoint holds it, as JSON and tensors, so that receiving it runs nothing. Small tensors are sent
-    together.
-    """
+    """Send a nested value as JSON and tensors, so that receiving it runs nothing (collective with `targets`)."""
     tensors: dict[str, Tensor] = {}
     try:
         encoded = encode_state(state, "state", tensors)

@@ -44,8 +44,6 @@ _UNNAMED = frozenset({"", "self", "func", "keywords"})
 
 @final
 class NetworksPart(StatePart):
-    """Networks that nobody trains here; but a forward may write their buffers, and the loop their parameters."""
-
     def __init__(self, losses: Sequence[Any], model: nn.Module) -> None:
         self._losses = losses
         self._model = model
@@ -59,7 +57,6 @@ class NetworksPart(StatePart):
         self.find()
 
     def find(self) -> None:
-        """Look for them again, as for each set of workers (local)."""
         found = find_networks(self._walk, self._model)
         self._has_changed |= list(found.values()) != list(self.networks.values())
         self.networks = found
@@ -250,10 +247,7 @@ def networks_walk(functions: Sequence[Any]) -> Walk:
 
 
 def find_networks(walk: Walk, model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with parameters or buffers that functions use and that are not within the model, by name.
-
-    Where two have one name, as in the loss functions of two optimizers, a number tells them apart.
-    """
+    """Return by name the modules with parameters or buffers that functions use and that are not within the model."""
     own = set(model.modules())
     found: dict[str, nn.Module] = {}
     for held in walk:

@@ -30,11 +30,7 @@ _OF_A_SCALER = frozenset({"grad_scale", "found_inf"})
 
 
 def check_can_be_saved(optimizer: Optimizer) -> None:
-    """Check that a state of an optimizer holds the state of the optimizers within it.
-
-    One that is made of several, or wraps another, inherits a `state_dict` that knows nothing of them: the run would
-    resume with empty moments and other bits.
-    """
+    """Refuse one that holds others and inherits a `state_dict` without them: a run would resume with empty moments."""
     if saves_by_itself(optimizer):
         return
     kind = type(optimizer)
@@ -153,7 +149,6 @@ class UnsavedAttributes:
         self._at_first = self._look()
 
     def warn_of_changed(self) -> None:
-        """Warn of those that steps have changed, when the optimizer is about to be saved (local)."""
         changed = [name for name, value in self._look().items() if self._at_first.get(name) != value]
         if changed:
             warnings.warn(

@@ -39,10 +39,7 @@ class UpdateSpec:
 
 @final
 class OptimizerSet(Optimizer):
-    """Several optimizers, seen as one.
-
-    Those in `chosen` step in the present update; `num_updates` of the present step were made, where it has several.
-    """
+    """Those in `chosen` step in the present update; `num_updates` of the present step were made, if it has several."""
 
     def __init__(self, parts: Mapping[str, Optimizer], every: Mapping[str, int]) -> None:
         # Not Optimizer's own: that makes groups and state of its own, and these are those of the parts.
@@ -174,10 +171,7 @@ def describe_frequencies(every: Mapping[str, int]) -> str:
 
 @final
 class StepGuard:
-    """Refuses an optimizer's `step`, as long as there is a trainer of the optimizer.
-
-    [Note: steps outside of the trainer].
-    """
+    """[Note: steps outside of the trainer]: refuses `step` as long as there is a trainer of the optimizer."""
 
     def __init__(self) -> None:
         self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()

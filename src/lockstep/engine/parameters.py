@@ -43,8 +43,6 @@ _WRITTEN = "A forward or the loss function had written parameters."
 
 @final
 class ParameterHooks(StepPart):
-    """Takes the user's hooks off the parameters of a model, calls them, and puts them on again."""
-
     def __init__(self, trained: Sequence[TrainedParameter], world: World) -> None:
         self._parameters = [each.parameter for each in trained]
         self._names = {each.parameter: each.spec.name for each in trained}
@@ -151,8 +149,6 @@ def _is_own(hook: Any) -> bool:
 
 @final
 class WrittenParameters(StepPart):
-    """Puts back parameters that were written between the beginning of a step and the update."""
-
     def __init__(self, state: RunState, world: World) -> None:
         self._state, self._world = state, world
         self._has_several = state.num_shards > 1
@@ -164,7 +160,6 @@ class WrittenParameters(StepPart):
         self.columns = (self._first,)
 
     def _cover(self, of_networks: Mapping[str, nn.Parameter]) -> None:
-        """Look at the parameters of the model, and of these networks (local)."""
         self._of_networks = of_networks
         named = {**dict(self._state.model.named_parameters()), **of_networks}
         self._names, self._parameters = list(named), list(named.values())

@@ -71,11 +71,7 @@ class Continued:
 
 @final
 class PresentEngine:
-    """Makes the collective calls of a trainer, with the workers that there are.
-
-    Constructing is collective, as that of a `StepEngine`. `member` is None where the loss of a worker is an error of
-    the call.
-    """
+    """Constructing is collective; `member` is None where the loss of a worker is an error of the call."""
 
     def __init__(
         self,
@@ -138,10 +134,7 @@ class PresentEngine:
         return result
 
     def _planned_number(self) -> int:
-        """Return the number of the generation that is planned after the next step; 0 for none.
-
-        Of several trainers in a loop the first to step decides: a new worker begins with it.
-        """
+        """Return what is planned after the next step, or 0. The first trainer to step decides: a worker joins there."""
         return self.member.generations.planned_number if self.member is not None and self.member.leads(self) else 0
 
     def repeatable(self, call: Callable[[World], Result]) -> Result:
@@ -252,7 +245,6 @@ class PresentEngine:
         return {"model": self._state.model.state_dict()}
 
     def take_state(self, found: dict[str, Any]) -> None:
-        """Take what `state_for_new_worker` has returned on another worker (local)."""
         self._state.parts.load_for_worker(found)
         self._state.note_scheduler()
 

@@ -123,7 +123,6 @@ class RunState:
         return [self.optimizer]
 
     def trained_parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters that the present update changes, group by group."""
         return (parameter for part in self.chosen() for group in part.param_groups for parameter in group["params"])
 
     def choose(self, update: UpdateSpec) -> None:

@@ -64,10 +64,7 @@ def pack_state(
     metrics: Mapping[str, float | None],
     extra: Mapping[str, Stateful] = MappingProxyType({}),
 ) -> Checkpoint:
-    """Return a state as a checkpoint; its tensors are the live ones, and its digest is left open (local).
-
-    `scheduler` is stepped by the trainer or by the user.
-    """
+    """Return a checkpoint with the live tensors; its digest is left open. The trainer or the user steps `scheduler`."""
     model = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
     of_modules = {name: value for name, value in state["model"].items() if name not in model}
     others = {name: each.state_dict() for name, each in extra.items()}
@@ -153,10 +150,7 @@ def split_scheduler_state(
 
 
 def read_on_all_ranks(world: World, path: Path) -> tuple[Path, Checkpoint]:
-    """Read the same checkpoint on every rank, every byte checked (collective).
-
-    Of a directory it is the newest intact one that rank 0 sees there. An error is raised on all ranks.
-    """
+    """Read one checkpoint on every rank, checking each byte; of a directory the newest of rank 0 (collective)."""
 
     def find() -> str:
         return find_newest_intact(path, _warn_of_broken)[0].name if path.is_dir() else ""

@@ -157,12 +157,7 @@ class ReduceLROnPlateau(MetricCallback):
         self.scheduler = torch_schedulers.ReduceLROnPlateau(optimizer, self.mode, **options)
 
     def on_start(self, trainer: Any) -> None:
-        """Check that nothing else sets the rate.
-
-        Raises:
-            ValueError: The trainer has a scheduler, which would overwrite the rate in the next step, or another
-                optimizer.
-        """
+        """Check that nothing else sets the rate."""
         used, scheduler = trainer.optimizer, trainer.scheduler
         if not any(each is self.optimizer for each in separate_optimizers(used)):
             raise ValueError(

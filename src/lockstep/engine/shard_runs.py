@@ -74,18 +74,13 @@ class RandomStates(StepPart):
         self._restore_calls = []
 
     def seed(self, seed: int) -> None:
-        """Seed all generators for what is drawn from here until the next step begins (local)."""
         reseed_generators(seed)
         self.own.seed_as_global()
 
 
 @final
 class ShardRuns:
-    """Runs shards, each from the same buffers and with a random state of its own.
-
-    Its attributes are what the parts of a step are made from. `row` is None where the model is on the CPU, or the host
-    waits for the device; `stopwatch` where shards stay where they are.
-    """
+    """`row` is None where the host waits for the device or the model is on the CPU; `stopwatch` where shards stay."""
 
     def __init__(self, state: RunState, arguments: TrainerArguments, trained: TrainedModel, world: World) -> None:
         self.state = state
@@ -231,7 +226,6 @@ class ShardRuns:
         return loss.detach()
 
     def call_loss(self, batch: ShardedBatch, part: Slice, data: Any) -> Any:
-        """Return what the loss function returns for a slice, whose data are on the device (local)."""
         versions = _versions_of(part.data)
 
         def begin_again() -> Any:

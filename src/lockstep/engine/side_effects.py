@@ -75,8 +75,6 @@ class _SeenValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateChanges:
-    """What a shard has changed, by name."""
-
     certain: tuple[str, ...]
     """State beyond doubt: numbers, texts, tensors that were written in place."""
     possible: tuple[str, ...]
@@ -139,10 +137,7 @@ class LeftState:
 
 @final
 class StateWatch:
-    """Looks at what the first shards of a worker leave behind: in steps 1, 2, 4, 8 and so on of an update.
-
-    `begin` -> `end_shard` after the first shard -> `judge` when its gradients are taken.
-    """
+    """In steps 1, 2, 4, 8, ... of an update: `begin`, `end_shard` after the first shard, `judge` with its gradients."""
 
     def __init__(self, model: nn.Module, function: Any) -> None:
         self._model = model

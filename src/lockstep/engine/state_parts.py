@@ -48,8 +48,6 @@ class Stateful(Protocol):
 
 
 class Scheduler(Protocol):
-    """What the trainer asks of a learning-rate scheduler."""
-
     def step(self) -> None: ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -122,10 +120,7 @@ class StateParts:
 
     @contextmanager
     def loaded(self, saved: State, others: Sequence[StatePart] = ()) -> Iterator[None]:
-        """Load a state, with these parts too, that only this one has; put all back if that or the block raises (local).
-
-        An error that is none of ours becomes a `CheckpointError`.
-        """
+        """Load a state, and that of parts that only this one has; put all back if that or the block raises (local)."""
         parts = [*self._parts, *others]
         for part in parts:
             part.check(saved)
@@ -277,10 +272,7 @@ class CallbacksPart(StatePart):
 
 @final
 class WorkerPart(StatePart):
-    """What only a worker that joins needs: what the user's loop keeps, and the generators between two steps.
-
-    A step seeds the generators, so a file holds none.
-    """
+    """What only a worker that joins needs: a file holds no generators, for a step seeds them."""
 
     def __init__(self) -> None:
         self.loop: Stateful | None = None

@@ -41,10 +41,7 @@ class StepProgress(StepPart):
         self._state.advance(step.batch, is_last=step.is_last)
 
     def _raise_other_steps(self, counts: Sequence[int]) -> None:
-        """Raise where the workers have not taken the same steps, with the same text on all (collective).
-
-        An update that fails on one worker fails when the others may have made theirs, so it is found in the next step.
-        """
+        """Raise, with one text on all (collective). A step finds here what one worker alone failed to commit before."""
         with calls_for("comparing the steps that the workers have taken"):
             found = self._world.gather_objects(self._state.failed_here or self._state.unusable_because)
         texts = [f"On rank {rank}, {text}" for rank, text in enumerate(found) if text]
@@ -62,10 +59,7 @@ class StepProgress(StepPart):
         )
 
     def _raise_failure(self, step: CurrentStep, failures: Sequence[Failure]) -> None:
-        """Raise what a worker has raised in this step (collective).
-
-        Nothing is raised where this worker's reduction has failed and no worker has an error of its own.
-        """
+        """Raise a worker's error (collective); none where the reduction failed here and no worker has its own."""
         with calls_for("sending an error to the other ranks"):
             found = self._world.gather_objects(None if step.error is None else describe_exception(step.error))
         cause = next(((rank, text) for rank, text in enumerate(found) if text is not None), None)
@@ -197,10 +191,7 @@ def _read_settings() -> dict[str, object]:
 
 @final
 class StepRequests(StepPart):
-    """Lets all workers stop, end, or be others, after the same step.
-
-    `planned` is the generation of workers that this one knows to be planned; 0 for none.
-    """
+    """Lets all stop, end, or be others after one step; `planned` is the generation this one knows of, or 0."""
 
     def __init__(self, runs: ShardRuns) -> None:
         self._state = state = runs.state

@@ -98,10 +98,9 @@ a checkpoint is loaded. `StepEngine` makes every transition in one method.
 
 @final
 class StepEngine:
-    """Takes the steps of a run with one set of workers.
+    """Constructing is collective; rank 0's parameters and buffers become those of all workers.
 
-    Constructing is collective. Rank 0's parameters and buffers become those of all workers. With `descriptions` None
-    (workers continue without others) it is local: nothing is compared or broadcast, and the next step compares.
+    With `descriptions` None (workers continue without others) it is local: the next step compares.
     """
 
     def __init__(
@@ -187,10 +186,7 @@ class StepEngine:
         self.table.answer(step, self.requests.planned_on_any(rows))
 
     def _wait_for_device(self) -> None:
-        """Wait for reduced gradients and shard 0's buffers, where workers continue without one that is lost (local).
-
-        [Note: one call apart] in `lockstep.engine.member`: the host must know that it can end the step by itself.
-        """
+        """[Note: one call apart] in `lockstep.engine.member`: the host must know that it can end the step by itself."""
         if self._state.waits_for_device and is_asynchronous(self._state.device):
             torch.accelerator.synchronize(self._state.device)
             raise_if_broken(self.world.group)
@@ -221,7 +217,6 @@ class StepEngine:
         self._state.model.zero_grad(set_to_none=True)
 
     def _enter(self, phase: StepPhase) -> None:
-        """Enter another phase; every transition is made here."""
         if phase not in ALLOWED_TRANSITIONS[self.phase]:
             if self.phase is StepPhase.CLOSED:
                 raise ValueError("The trainer was closed: no step can be taken any more. Make a new trainer. (LS529)")
@@ -313,11 +308,7 @@ class StepEngine:
 
 
 def _release_memory(error: BaseException) -> None:
-    """Let go of what the frames of an error hold, where memory has run out (local).
-
-    The activations of the step are there, and the calls that the other workers wait for may need memory. Other errors
-    keep their frames, for a debugger.
-    """
+    """Clear the frames of such an error, for the next calls need memory; of others they stay, for a debugger."""
     if any(map(_is_out_of_memory, chain_of(error))):
         for each in chain_of(error):
             traceback.clear_frames(each.__traceback__)

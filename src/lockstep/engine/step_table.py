@@ -41,8 +41,6 @@ from lockstep.shards import ShardTask, sum_in_tree_order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What a step has computed, as in `StepResult`; the same on every worker."""
-
     loss: float
     weight: float
     is_skipped: bool
@@ -154,7 +152,6 @@ class Failure(IntEnum):
 
     NONE = 0
     OWN = 1
-    """It has raised an error of its own."""
     REDUCTION = 2
     """The reduction has raised an error, as on all other workers."""
     UNUSABLE = 3
@@ -167,7 +164,6 @@ class Column(Generic[T_co]):
     """A number that each worker sends in each step."""
 
     kind: Callable[[Any], T_co]
-    """What makes a value of the number: `int`, `bool`, `float`, ..."""
     read: Callable[["CurrentStep"], float | Tensor]
     is_of_failed: bool = False
     """Whether a worker whose step has failed sends it too; else its number is 0."""
@@ -269,11 +265,8 @@ class WeightedLosses:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What all workers have decided to commit."""
-
     norm: Tensor | None
     is_skipped: bool
-    """Whether parameters, buffers and optimizer stay as they are."""
     is_bad: Tensor | None
     """A truth value on the device that decides the same, where the host does not know; else None."""
     read: Callable[[], StepOutcome]
@@ -341,11 +334,7 @@ class StepAgreement:
 
 @final
 class StepTable:
-    """Makes the exchanges of each step.
-
-    `ask_others` is called where one has failed here, for what was exchanged if another worker has all of it; it is None
-    where the loss of a worker is an error of the step.
-    """
+    """`ask_others` is called where an exchange has failed here; None where the loss of a worker is an error."""
 
     def __init__(self, world: World, num_shards: int, device: torch.device) -> None:
         self._world = world

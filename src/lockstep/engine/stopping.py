@@ -31,11 +31,7 @@ class MetricCallback(Callback):
         self._given_instead: list[str] | None = None
 
     def on_epoch(self, trainer: Any, epoch: int) -> None:  # noqa: ARG002 - the name is the moment's
-        """Check that the evaluations after the epoch before had the metric.
-
-        Raises:
-            ValueError: They had other ones.
-        """
+        """Refuse to go on where the evaluations after the epoch before had other metrics."""
         if self._given_instead:
             raise ValueError(
                 f"{type(self).__name__} waits for the metric {self.metric!r}, but evaluations have given "
@@ -114,7 +110,6 @@ class EarlyStopping(MetricCallback):
             trainer.request_end(f"{self.metric} {best}, and not better in {self.num_bad} evaluations since")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, and how long it is ago; and of which metric."""
         return {"metric": self.metric, "mode": self.mode, "best": self.best, "num_bad": self.num_bad}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -258,7 +253,6 @@ class Freeze(Callback):
 
 
 def conclude_mode(metric: str) -> Literal["min", "max"]:
-    """Return whether lower ("min") or higher values of a metric are better, by the words of its name."""
     mode = mode_of_name(metric)
     if mode is None:
         raise ValueError(

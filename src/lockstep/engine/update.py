@@ -64,10 +64,7 @@ class Update:
         self._updated_state: object = None
 
     def _can_be_left_out(self) -> bool:
-        """Whether the next update can be left out on the device, by `is_bad` of `apply` (local).
-
-        Not the first of a parameter: an optimizer that is left out has made its state, but not filled it.
-        """
+        """Not the first of a parameter: an optimizer that is left out has made its state, but not filled it (local)."""
         if self._state.scaler is not None or not has_step_on_device(self._state.optimizer):
             return False
         if len(optimizer_step_pre_hooks(self._state.optimizer)) > 1:  # one is our guard

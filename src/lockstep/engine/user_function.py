@@ -122,10 +122,7 @@ class UserFunction:
 
 @final
 class ExplainedErrors:
-    """Adds what to do to errors of torch, as a note, or in another error where torch's message does not help here.
-
-    A class, because it is entered twice for each shard: a generator takes three times as long.
-    """
+    """A class, because it is entered twice for each shard: a generator takes three times as long."""
 
     def __enter__(self) -> None: ...
 
@@ -143,7 +140,6 @@ class ExplainedErrors:
 
 
 EXPLAINED_ERRORS: Final = ExplainedErrors()
-"""It has no state, so one is enough."""
 
 
 def _takes_place(function: Callable[..., Any]) -> bool:

@@ -36,8 +36,6 @@ _SCALAR = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleDevices:
-    """Where a wrapped module and its inputs are."""
-
     devices: tuple[torch.device, ...]
     """Devices of its parameters, in the order in which they first come."""
     device_ids: list[int] | None = None
@@ -107,7 +105,6 @@ def find_limits(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float]
 
 
 def find_buffer_syncs(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """Return whether buffers are broadcast at construction and before forwards; warns where torch does."""
     if broadcast_buffers is not None:
         text = (
             "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead, which unlike it leaves the "
@@ -219,10 +216,7 @@ def call_in_precision(
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run `module` with its parameters cast to `param_dtype`, if there is one; gradients come back in their own.
-
-    The cast is a part of the graph, so the parameters themselves stay as they are throughout.
-    """
+    """Run `module` with parameters cast, as a part of the graph, to `param_dtype`; they themselves stay as they are."""
     dtype = getattr(mixed_precision, "param_dtype", None)
     if dtype is None:
         return module(*inputs, **kwargs)

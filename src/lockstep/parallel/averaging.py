@@ -184,7 +184,6 @@ class ModuleSync(JoinHook):
         return self.buffers.start()
 
     def close(self) -> None:
-        """Do nothing more, and let the module go (local)."""
         while self._handles:
             self._handles.pop().remove()
         if self.reducer is not None:
@@ -274,7 +273,6 @@ def check_options(nonfinite: str, on_skip: str) -> None:
 
 
 def check_hook(wrapper: DistributedDataParallel, hook: Callable[..., Any]) -> None:
-    """Check that a function has the signature of a hook, with torch's checks."""
     if getattr(hook, "__name__", "").startswith("bf16_compress"):
         return  # torch refuses these without NCCL; Gloo and shared memory add bfloat16 as well
     try:
@@ -286,7 +284,6 @@ def check_hook(wrapper: DistributedDataParallel, hook: Callable[..., Any]) -> No
 
 
 def built_in_hook(kind: dist.BuiltinCommHookType, group: ProcessGroup) -> CommHook:
-    """Return the Python hook that does what torch's built-in one of this kind does."""
     hooks: dict[dist.BuiltinCommHookType, Callable[..., Any]] = {
         dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
         dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,

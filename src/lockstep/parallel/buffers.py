@@ -29,10 +29,7 @@ _PREFIXES: Final = ("module.", "_orig_mod.")
 
 @final
 class ModuleBuffers:
-    """The buffers of a module, and how they are sent to the ranks of its wrapper, from rank `source`.
-
-    Its layers are found anew where one has come or gone: a walk in each step takes long.
-    """
+    """Sends buffers from rank `source`. Layers are found anew where one has come or gone: a walk takes long."""
 
     def __init__(self, model: TrainedModel, world: World) -> None:
         assert world.group is not None
@@ -42,7 +39,6 @@ class ModuleBuffers:
         self._find_layers()
 
     def send(self) -> None:
-        """Overwrite the buffers, before a forward (collective)."""
         waiting = own_recorder().during(EventKind.WAITING, -1, text="buffers before a forward")
         with waiting, calls_for(BUFFERS_BEFORE_FORWARD):
             self._broadcast.start(self.named().items(), self.source, waits=True)
@@ -77,7 +73,6 @@ class ModuleBuffers:
 
 
 def broadcast_model(model: TrainedModel, group: ProcessGroup, source: int, *, with_buffers: bool) -> None:
-    """Overwrite the parameters of a model, and its buffers if asked, with those of rank `source` (collective)."""
     broadcast_tensors([*model.parameters(), *(model.buffers() if with_buffers else ())], group, source)
 
 

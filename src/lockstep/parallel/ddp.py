@@ -285,7 +285,6 @@ class DistributedDataParallel(TorchNames):
         return list(self.named_module_buffers.values())
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        """Overwrite the buffers with those of a rank, or call the user's hook (collective)."""
         hook = getattr(self, "buffer_hook", None)
         if hook is None:
             self._sync.buffers.source = authoritative_rank

@@ -246,7 +246,6 @@ class _Normalize(Function):
 
 
 def _gradients(ctx: Any, grad_output: Tensor) -> list[Tensor | None]:
-    """Return those of inputs, weight and bias."""
     inputs, weight, bias, mean, invstd, count, records = ctx.saved_tensors
     _check_all_recorded(records, ctx.world)
     sum_dy, sum_dy_xmu = gradient_sums(grad_output, inputs, mean, invstd)
@@ -459,5 +458,4 @@ def _reduced_dims(inputs: Tensor) -> tuple[int, ...]:
 
 
 def _per_channel(values: Tensor, inputs: Tensor) -> Tensor:
-    """Return one value per channel in a shape that broadcasts over `inputs`."""
     return values.view(1, -1, *[1] * (inputs.dim() - 2))

@@ -220,7 +220,6 @@ class Statistics:
         }
 
     def set_error_and_log(self, text: str) -> None:
-        """Keep an error that the wrapper raises."""
         self._error = text
 
     def values(self) -> dict[str, Any]:
@@ -230,7 +229,6 @@ class Statistics:
 
 
 def describe_shared_arguments(wrapper: Any, *, sends_at_start: bool, given: ComparisonOptions) -> list[str]:
-    """Return the arguments of a wrapper that must be the same on all ranks, each with its value."""
     names = ("find_unused_parameters", "static_graph", "skip_all_reduce_unused_params")
     precision = wrapper.mixed_precision
     arguments = {
@@ -248,7 +246,6 @@ def describe_shared_arguments(wrapper: Any, *, sends_at_start: bool, given: Comp
 
 
 def describe_wrapper(wrapper: Any) -> dict[str, Any]:
-    """Return torch's logging data, without times."""
     module: nn.Module = wrapper.module
     world: World = wrapper._workers  # noqa: SLF001 - of a `TorchNames`
     reducer: Reducer | None = wrapper.reducer

@@ -60,9 +60,7 @@ class Phase(Enum):
 
     IDLE = auto()
     ACCUMULATING = auto()
-    """In a backward that only adds up local gradients."""
     SYNCHRONIZING = auto()
-    """In a backward whose gradients are reduced."""
 
 
 _TRANSITIONS: Final = {
@@ -240,10 +238,7 @@ class BackwardWatch:
         self._phase = phase
 
     def _enter_task(self, listener: BackwardListener) -> None:
-        """Begin with a graph task that is not the one that is under way, or is inside it.
-
-        Two threads of the autograd engine, one per device, may come here at once with gradients of one task.
-        """
+        """Two threads of the autograd engine, one per device, may come here at once with gradients of one task."""
         with self._lock:
             if current_graph_task_id() == self._task:
                 return
@@ -328,11 +323,7 @@ def _nothing() -> None:
 
 
 def refuse_compiled_autograd() -> None:
-    """Raise if compiled autograd is on (local): each rank would train alone, without any error.
-
-    It runs a graph of its own in place of the engine's: hooks on parameters and the engine's callbacks do not run. The
-    compiler is not imported for this check: as long as it is not imported, compiled autograd cannot be on.
-    """
+    """Raise if compiled autograd is on (local). Without the compiler it cannot be on, so this does not import that."""
     if is_compiled_autograd_on():
         raise ReductionError(
             "Compiled autograd is on, and under it gradients are not averaged over the ranks: it runs no hooks on "

@@ -199,10 +199,7 @@ class DenseBucket:
             self.gradients.copy_(result.reshape(-1))
 
     def write_back(self, counts: Sequence[float], factor: float = 1.0) -> None:
-        """Give each parameter its reduced gradient times `factor`; one that no rank had stays as it was.
-
-        `counts`, how many ranks had each gradient, is read for absent ones.
-        """
+        """Give parameters reduced gradients times `factor`; absent ones only where `counts` has a rank with one."""
         if factor != 1.0:
             unused = {index for index in self.absent if not counts[index]}
             foreach_mul_([slot.place for index, slot in enumerate(self.slots) if index not in unused], factor)
@@ -224,10 +221,7 @@ class DenseBucket:
                 slot.use_bucket()
 
     def _keep_held(self) -> None:
-        """Take new memory, and leave the old one to those who hold a part of it. [Note: held gradients].
-
-        Not if nothing was cleared: then a view of a gradient that is added to changes in torch as well.
-        """
+        """Leave the memory to others, unless nothing was cleared: then torch's changes too. [Note: held gradients]."""
         if all(slot.parameter.grad is slot.place for slot in self.slots):
             return
         old, fresh = storage_address(self._storage), self._allocate().untyped_storage()
@@ -337,10 +331,7 @@ class SparseSlot:
 
 @final
 class SparseBucket:
-    """A bucket of one sparse gradient, as of an embedding with `sparse=True`. The group adds sparse tensors, if it can.
-
-    It has no buffer: its length differs from rank to rank and step to step.
-    """
+    """One sparse gradient, without a buffer: its length differs from rank to rank. Some groups cannot add such ones."""
 
     def __init__(
         self, name: str, parameter: nn.Parameter, used_counts: Tensor, streams: BackwardStreams | None = None
@@ -429,7 +420,6 @@ class BucketSet:
     extra_message: Tensor | None
     """Counts and trailer, if they have a message of their own, after that of the last bucket."""
     streams: tuple[BackwardStreams, ...] = ()
-    """Those of each device that has streams and buckets."""
 
 
 def no_buckets() -> BucketSet:

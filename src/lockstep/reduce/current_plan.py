@@ -83,11 +83,9 @@ class CurrentPlan:
 
     @property
     def slots(self) -> list[AnySlot]:
-        """All places, in the order in which they are sent."""
         return [slot for bucket in self.bucket_set.buckets for slot in bucket.slots]
 
     def make_status_channel(self, purpose: str) -> StatusChannel:
-        """Return what carries the ranks' status in reductions of these buckets; `purpose` is shown in errors."""
         if self._status_by_hosts:
             return StatusOverHosts(self._group, purpose)
         return StatusTrailer(self.bucket_set.trailer)
@@ -105,7 +103,6 @@ class CurrentPlan:
         return next((slot, bucket) for slot, bucket in places if slot.parameter is parameter)
 
     def use_only_gradients(self) -> None:
-        """Plan anew, for a communication hook."""
         self._only_gradients = True
         self._begin_anew()
 
@@ -135,10 +132,7 @@ class CurrentPlan:
         self._order = sent.tolist()
 
     def use_order(self) -> bool:
-        """Use the order that was learnt, if one was since; return whether there are new buckets.
-
-        Called when the next backward begins: until then gradients may lie in the old buckets.
-        """
+        """Return whether there are new buckets; not before a backward begins, for gradients may lie in old ones."""
         if not self._order:
             return False
         plan, self._order = self._make(), []
@@ -149,10 +143,7 @@ class CurrentPlan:
         return is_new
 
     def allocate_missing(self) -> bool:
-        """Allocate the buckets if there was no memory for them when they were to be replaced; return whether (local).
-
-        Called before a message is sent for a backward that failed: all ranks must send the same ones.
-        """
+        """Allocate what there was no memory for: all ranks must send the same. Return whether there was such."""
         if self.bucket_set.buckets:
             return False
         self.bucket_set = self._allocate()

@@ -58,10 +58,7 @@ class GradientHooks:
         self._listen([(slot, bucket) for bucket in buckets for slot in bucket.slots])
 
     def listen_unfrozen(self) -> None:
-        """See those that were frozen, and had no hooks, when `listen` was called, and are not any more.
-
-        As those of a critic that is frozen while its generator trains, if its buckets get their order at that moment.
-        """
+        """See those that were frozen at `listen`, without hooks, and are not any more, as a critic's in a GAN."""
         if self._frozen:
             self._listen(self._frozen)
 
@@ -76,7 +73,6 @@ class GradientHooks:
     # -- What becomes of a gradient ------------------------------------------------------------------------------------
 
     def take(self, slot: AnySlot, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """Take a gradient that has just been accumulated, and is not only counted."""
         watch, listener = self._watch, self._listener()
         if listener is None:
             return

@@ -34,7 +34,6 @@ _AFTER_WRAPPING = "It was changed after wrapping: make the same change on every 
 Description = Mapping[str, str]
 """What must be the same on every worker, in words, by name."""
 _NOT_OPTIONS = frozenset({"params", "param_names"})
-"""What a parameter group holds besides its options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +125,11 @@ class TrainedModel:
             parameter.grad = None
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the named parameters that are not ignored, trainable or not."""
         root = self.module
         named = () if root is None else root.named_parameters()
         return [(name, parameter) for name, parameter in named if name not in self.ignored]
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Return all named parameters and buffers that are not ignored, trainable or not."""
         return [*self.parameters(), *self.buffers()]
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:

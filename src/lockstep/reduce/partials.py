@@ -38,8 +38,6 @@ Gradients = dict[nn.Parameter, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """A partial to which gradients are added in a bucket."""
-
     gradients: Gradients
     in_place: Collection[nn.Parameter] = ()
     """Parameters whose gradients autograd added to it as they came. [Note: accumulating in place]."""
@@ -78,10 +76,7 @@ def take_gradients(
     sparse: set[nn.Parameter] | None = None,
     target: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
 ) -> Gradients:
-    """Take parameters' gradients: all dense, in memory of their own; whose was sparse is added to `sparse`.
-
-    Those in `target` were added to in place, and are left out.
-    """
+    """Take gradients, all dense, in memory of their own, without those added in place to `target`; note sparse ones."""
     taken: Gradients = {}
     for parameter in parameters:
         gradient = parameter.grad
@@ -116,12 +111,10 @@ def separate(gradients: Gradients) -> None:
 
 @cache
 def _tensor_alone() -> Tensor:
-    """Return a tensor whose memory nothing else holds."""
     return torch.empty(1, device="cpu")
 
 
 def as_dense(gradient: Tensor) -> Tensor:
-    """Return a gradient without autograd, and dense."""
     if gradient.is_sparse:
         return gradient.detach().to_dense()
     return gradient.detach() if gradient.requires_grad else gradient
@@ -138,7 +131,6 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
 
 
 def add_each(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
-    """Add each of `right` to its counterpart, in place."""
     if left:
         foreach_add_(list(left), list(right))
 

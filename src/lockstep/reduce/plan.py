@@ -33,14 +33,11 @@ ALIGNMENT_BYTES = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
     name: str
-    """Full name in the module."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     """Its strides, which its gradient gets too."""
     dtype: torch.dtype
-    """Its dtype; a bucket has one."""
     device: torch.device
-    """Its device; a bucket has one."""
     num_elements: int
     is_sparse: bool = False
     """Whether its gradient is sparse; such a one has a bucket of its own."""
@@ -83,7 +80,6 @@ class BucketPlan:
     num_gradient_elements: int
     """Length of the part with the gradients; used-parameter counts begin here if the bucket carries them."""
     num_elements: int
-    """Length of the buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +101,7 @@ def plan_buckets(
     only_gradients: bool = False,
     has_extra_message: bool = False,
 ) -> ReductionPlan:
-    """Lay out the gradients of `specs`, given in registration order, in buckets in the order in which they are sent.
-
-    `order` is that in which gradients are expected, by index; empty for the reverse of the order of registration.
-    """
+    """Return buckets as they are sent; `order` is that in which gradients arrive, else the reverse of registration."""
     if order and sorted(order) != list(range(len(specs))):
         raise ValueError(f"The order {list(order)} is not one of {len(specs)} gradients: each must be named once.")
     members = _assign(specs, limits, order or range(len(specs) - 1, -1, -1))

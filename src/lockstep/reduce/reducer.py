@@ -102,10 +102,7 @@ class Reducer:
         return [(slot.parameter, slot.detach_gradient()) for slot in self.plan.slots]
 
     def fail(self) -> None:
-        """Take part in a reduction to which this rank has nothing to add, so that all get an error (collective).
-
-        Without what `begin` prepares for gradients: there may be no memory for it.
-        """
+        """Take part with nothing, so that all get an error (collective). No `begin`: there may be no memory for it."""
         if self.watch.phase is not Phase.SYNCHRONIZING:
             self._use_order()
             self.schedule.begin()

@@ -200,10 +200,7 @@ class TreeReduction:
         self._nodes: Sequence[Sequence[Node]] = [[(rank, rank + 1)] for rank in range(world.world_size)]
 
     def expect(self, partials: Partials, nodes: Sequence[Sequence[Node]]) -> None:
-        """Let the next reductions be those of all shards (local).
-
-        `nodes` are the subtrees whose sums each rank will have: those it keeps, then that with the gradients to come.
-        """
+        """Add all shards next; `nodes` are the subtrees each rank keeps, then that of its gradients to come (local)."""
         self._partials, self._nodes = partials, nodes
         self._has_nothing = False
 

@@ -172,7 +172,6 @@ class BucketSchedule:
 
     @property
     def _num_free(self) -> int:
-        """How many buckets may be sent before the end of the backward."""
         has_status = self._bucket_set.extra_message is None and not self._status.is_message
         return len(self._bucket_set.buckets) - has_status
 
@@ -232,7 +231,6 @@ class BucketSchedule:
             self._recorder.end(self._events[index])
 
     def _text(self, index: int) -> int:
-        """Return the place of a bucket's name in the recording."""
         if index not in self._texts and self._recorder.is_open:
             slots = self._bucket_set.buckets[index].slots if index < len(self._bucket_set.buckets) else ()
             names = ", ".join(slot.name for slot in slots[:_NUM_NAMES])
@@ -352,18 +350,13 @@ class StepMoments(NamedTuple):
     forward_start: int
     backward_start: int
     messages_start: int
-    """When the first bucket was sent."""
     backward_end: int
     messages_end: int
 
 
 @final
 class StepTimes:
-    """Records the parts of each step, and reads those of the last one.
-
-    On a GPU these are the times at which its work was launched, not those at which it was done. [Note: one clock] in
-    `lockstep.recording.writing`.
-    """
+    """On a GPU, when work was launched, not when it was done. [Note: one clock] in `lockstep.recording.writing`."""
 
     __slots__ = ("_backward", "_forward", "_message", "_num_forwards", "_recorder", "_reducing", "_waiting")
 
@@ -387,11 +380,9 @@ class StepTimes:
             self._message = event
 
     def end_backward(self) -> None:
-        """Record that the last gradient has arrived."""
         self._reducing = self._waiting = self._recorder.begin(EventKind.REDUCING, 0, 0, 0)
 
     def end(self) -> None:
-        """Record that everything is reduced."""
         self._recorder.end(self._reducing)
         self._recorder.end(self._backward)
 

@@ -65,7 +65,6 @@ class ShardReducer:
 
     @property
     def has_nested_backward(self) -> bool:
-        """Whether a backward of the last step ran another one inside here."""
         return self._in_place.has_nested_backward
 
     @property
@@ -160,11 +159,7 @@ class ShardReducer:
         self._partials.clear()
 
     def sum_for_finite_check(self, device: torch.device) -> Tensor | float:
-        """Return a number that is not finite if a gradient of the step that has ended is not (local).
-
-        Each worker looks at its segment of every bucket, so it is true of the numbers of all workers together: of the
-        segments, as of the gradients of one that is alone. See `lockstep.reduce.tensor_bits`.
-        """
+        """Return a number that is not finite if a gradient is not, in this worker's segment of each bucket (local)."""
         return sum_for_finite_check(self._own_gradients(), device)
 
     def largest_magnitude(self, device: torch.device) -> Tensor:
@@ -192,7 +187,6 @@ class ShardReducer:
             self._reducer.fail()
 
     def close(self) -> None:
-        """Reduce no more, and release the buckets (local)."""
         if self._reducer is not None:
             self._reducer.close()
         self._reducer = self._tree = None

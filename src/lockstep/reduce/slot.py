@@ -70,7 +70,6 @@ class Slot:
         self.kept: Tensor | None = None
 
     def use_bucket(self) -> None:
-        """Let `.grad` be the place, which is the rule."""
         self.is_shared = False
         self.lies_in_bucket = self.flat.dtype == self.parameter.dtype
         self.is_small = self.parameter.numel() < _SMALL_ELEMENTS
@@ -126,7 +125,6 @@ class Slot:
         self.is_scaled = True
 
     def adopt(self) -> None:
-        """Put the gradient in its place, with the values it has."""
         gradient = self.parameter.grad
         if gradient is None or gradient is self.place:
             return
@@ -178,10 +176,7 @@ class Slot:
             self.parameter.grad.detach().copy_(self.place)
 
     def keep_held(self) -> None:
-        """Let whoever still holds the last gradient keep its values: the place is about to be written.
-
-        Only for a gradient that was cleared meanwhile: in torch such a one has its own. [Note: held gradients]
-        """
+        """Let whoever holds a gradient that was cleared keep its values, before a write. [Note: held gradients]."""
         if getrefcount(self.place) > REFERENCES_OF_ONE_HOLDER:
             self._move_out()
 
@@ -316,10 +311,7 @@ class BackwardStreams:
                     current.wait_stream(stream)
 
     def keep_until_read(self, tensors: list[Tensor]) -> None:
-        """Let the memory of tensors be used again only after what the current stream does with them by now.
-
-        The allocator would give memory that was allocated on another stream to that stream's next tensor.
-        """
+        """The allocator would give memory of another stream to that stream's next tensor before this one reads it."""
         if self.are_several:
             current = torch.accelerator.current_stream(self._device)
             for tensor in tensors:
@@ -327,6 +319,5 @@ class BackwardStreams:
 
 
 def make_streams(device: torch.device) -> BackwardStreams | None:
-    """Return the streams of a device; None if it has none."""
     accelerator = torch.accelerator.current_accelerator()
     return BackwardStreams(device) if accelerator is not None and accelerator.type == device.type else None

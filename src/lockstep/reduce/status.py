@@ -39,7 +39,6 @@ _EMPTY = 4
 _NUM_DIGITS = {"batch_size": 3, "num_backwards": 1, "comparison": 4, "inputs": 2, "gradients": 2, "nonfinite": 2}
 """Of each number of a status, in the order in which they travel, after the flags."""
 _OF_ALL_RANKS = ("batch_sizes", "nums_backwards", "comparisons", "inputs", "gradients", "nonfinite")
-"""What `GroupStatus` calls them."""
 _NUM_PER_RANK = 1 + sum(_NUM_DIGITS.values())
 _NUM_KEPT = 16
 """So many statuses are kept with their numbers: as a rule it is the same one in step after step."""
@@ -105,7 +104,6 @@ def status_length(world_size: int) -> int:
 
 @lru_cache(maxsize=_NUM_KEPT)
 def write_status(status: RankStatus, rank: int, world_size: int) -> Sequence[float]:
-    """Return the numbers that `rank` adds."""
     flags = _FAILED * status.has_failed + _CHANGED * status.has_changed + _EMPTY * status.is_empty
     own: list[float] = [float(flags)]
     for name, num_digits in _NUM_DIGITS.items():

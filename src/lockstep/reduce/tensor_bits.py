@@ -61,10 +61,7 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def glance_at_bits(*tensors: Tensor) -> int:
-    """Return a number for the bits of tensors, which sees all of small ones and a part of large ones (local).
-
-    On an asynchronous device this waits for it.
-    """
+    """Return a number that sees all of small tensors and a part of large ones; waits for a device (local)."""
     # The whole shape counts, whatever is seen of it.
     return int(_number(list(map(_glance, tensors)), tuple([each.shape for each in tensors])))
 
@@ -219,10 +216,7 @@ def _glance(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def multiply(source: Tensor, scale: float, out: Tensor) -> float:
-    """Write `source` times `scale` to `out`, of one shape and perhaps one memory; return the sum of the result (local).
-
-    [Note: sums for finite checks] Both are on the CPU, and `out` has no holes.
-    """
+    """Write `source * scale` to `out`, dense and on the CPU; return the sum (local). [Note: sums for finite checks]."""
     length = _CHUNK_ELEMENTS * torch.get_num_threads()
     if out.numel() <= length or source.stride() != out.stride():
         return float(_sum(_as_real(torch.mul(source, scale, out=out))))
@@ -234,13 +228,11 @@ def multiply(source: Tensor, scale: float, out: Tensor) -> float:
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense tensor in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 @torch.no_grad()
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether all numbers of a tensor on the CPU are finite (local)."""
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
     return math.isfinite(float(_sum(_as_real(values)))) or bool(values.isfinite().all())
 
@@ -264,10 +256,7 @@ def sum_for_finite_check(tensors: Iterable[Tensor], device: torch.device) -> Ten
 
 @torch.no_grad()
 def largest_magnitude(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the largest magnitude of the numbers in the tensors, on `device`: exactly, so it is finite if all are.
-
-    For a device that must not be waited for: nobody can look at each gradient there (local).
-    """
+    """Return the largest magnitude, exactly, so it is finite if all are, on a device that is not waited for (local)."""
     real = list(map(_as_real, tensors))
     full = [tensor for tensor in real if tensor.numel()]
     return nn.utils.get_total_norm(full, math.inf).to(device) if full else torch.zeros((), device=device)

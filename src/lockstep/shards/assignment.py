@@ -21,11 +21,7 @@ def split_evenly(total: int, num_parts: int) -> list[tuple[int, int]]:
 
 
 def shard_range(rank: int, world_size: int, num_shards: int) -> range:
-    """Return the shards that worker `rank` of `world_size` runs.
-
-    If `num_shards` is not a multiple of `world_size`, ranges differ in length by one. Bounds are rounded down, as the
-    tree does when it halves a range, so that each range consists of few subtrees.
-    """
+    """Return the shards of a worker; bounds are rounded down, like the tree's halves, so a range has few subtrees."""
     if not 0 <= rank < world_size:
         raise ValueError(
             f"Rank {rank} is outside a world of {counted(world_size, 'worker')}. "
@@ -40,7 +36,6 @@ def shard_range(rank: int, world_size: int, num_shards: int) -> range:
 
 
 def even_ranges(world_size: int, num_shards: int) -> tuple[range, ...]:
-    """Return the shards of every worker, in rank order."""
     return tuple(shard_range(rank, world_size, num_shards) for rank in range(world_size))
 
 

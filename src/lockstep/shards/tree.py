@@ -71,10 +71,7 @@ def partial_nodes_by_size(shards: range, num_shards: int) -> list[Node]:
 
 @lru_cache
 def plan_shard_tasks(shards: range, num_shards: int) -> tuple[ShardTask, ...]:
-    """Return the order in which a worker runs its shards, and how it adds their gradients on a stack of partials.
-
-    After the last task the stack holds the sums of `partial_nodes_by_size`, in that order.
-    """
+    """Return a worker's tasks; after the last the stack holds the sums of `partial_nodes_by_size`, in that order."""
     return tuple(
         ShardTask(shard, len(completed_nodes(shard, start, num_shards)) - 1)
         for start, stop in partial_nodes_by_size(shards, num_shards)
@@ -93,7 +90,6 @@ def add_in_tree_order(partials: Mapping[Node, T], num_shards: int, add: Callable
 
 
 def sum_in_tree_order(values: Sequence[float]) -> float:
-    """Return the sum of a number of each shard, added in the order of the tree."""
     sums = list(values)
     for left, right in _additions(len(sums)):
         sums[left] += sums[right]

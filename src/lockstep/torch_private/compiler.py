@@ -43,7 +43,6 @@ def mark_uncompiled(function: _Function) -> _Function:
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Return whether a module is what `torch.compile(other_module)` returned."""
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and isinstance(module, frames.OptimizedModule)
 
@@ -81,12 +80,10 @@ def compile_module(module: nn.Module, backend: str) -> None:
 
 
 def has_compiled_part(module: nn.Module) -> bool:
-    """Return whether calls of a module, or of a submodule, run compiled."""
     return any(each._compiled_call_impl is not None or is_compiled_module(each) for each in module.modules())
 
 
 def is_compiler_error(error: BaseException) -> bool:
-    """Return whether an error says that the compiler cannot compile something."""
     errors: Any = sys.modules.get("torch._dynamo.exc")
     return errors is not None and isinstance(error, errors.TorchDynamoException | errors.FailOnRecompileLimitHit)
 

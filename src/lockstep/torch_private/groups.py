@@ -102,12 +102,8 @@ def default_group() -> ProcessGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
-    """What torch is asked to make, by `init_process_group` or `new_group`."""
-
     ranks: Sequence[int]
-    """The ranks of the default group that are in it; empty for the default group itself."""
     backend: str
-    """The backend, as torch names it."""
     name: str
     """The name that torch gives it: a number, which counts the groups of this process, unless only its members call."""
     make: Callable[..., Any]
@@ -199,17 +195,14 @@ def default_timeout(backend: str) -> timedelta:
 
 
 def device_types(group: ProcessGroup) -> list[torch.device]:
-    """Return the devices for which a group has a backend, without an index."""
     return group._device_types
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:
-    """Return the backend that does a group's calls for tensors on a device."""
     return group._get_backend(device)
 
 
 def register_backend(group: ProcessGroup, device: torch.device, kind: ProcessGroup.BackendType, backend: Any) -> None:
-    """Let a backend do a group's calls for tensors on a device."""
     group._register_backend(device, kind, backend)
 
 
@@ -239,7 +232,6 @@ def gloo_options(*, devices: Sequence[Any], timeout: timedelta, num_threads: int
 
 
 def gloo_num_threads() -> int:
-    """Return how many threads a Gloo group has that torch makes."""
     num_threads: int = distributed_c10d.ProcessGroupGloo._Options()._threads  # type: ignore[attr-defined]
     return num_threads
 
@@ -266,7 +258,6 @@ def make_backend(name: str, store: Store, rank: int, size: int, timeout: timedel
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
-    """Set how long the calls of a backend with these options wait."""
     options._timeout = timeout
 
 

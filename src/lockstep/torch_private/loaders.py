@@ -29,7 +29,6 @@ def loading_processes(iterator: LoaderIterator) -> list[BaseProcess]:
 
 
 def is_over(iterator: LoaderIterator) -> bool:
-    """Return whether an iterator has begun to end its processes itself."""
     return bool(getattr(iterator, "_shutdown", True))
 
 
@@ -69,7 +68,6 @@ def kept_dataset(iterator: LoaderIterator) -> object:
 
 
 def num_yielded(iterator: LoaderIterator) -> int:
-    """Return how many batches the iterator of a DataLoader has returned."""
     return iterator._num_yielded
 
 

@@ -156,7 +156,6 @@ check_comm_hook: Callable[..., None] = parallel.DistributedDataParallel._check_c
 
 
 def has_torchs_comm_hook(wrapper: parallel.DistributedDataParallel) -> bool:
-    """Return whether a communication hook was registered on an object of torch's wrapper."""
     return len(wrapper._comm_hooks) > 0
 
 
@@ -222,7 +221,6 @@ def has_kernel(operator: str, device_type: str) -> bool:
 
 
 def num_stored_elements(tensor: Tensor) -> int:
-    """Return how many elements a sparse tensor, of whatever layout, has stored."""
     return tensor._nnz()
 
 
@@ -266,10 +264,8 @@ falls back. For: leaving a gradient to whoever held it when `.grad` was cleared.
 """
 
 foreach_add_ = torch._foreach_add_
-"""Add to each tensor of a list, in place, a number or its counterpart of a second list: with the bits of `add_`."""
 
 foreach_div_ = torch._foreach_div_
-"""Divide each tensor of a list in place, with the bits of `div_`."""
 
 foreach_norm: Callable[..., Sequence[Tensor]] = torch._foreach_norm
 """Return the norm of each tensor of a list; that of order infinity is not finite if a number is not."""

@@ -40,8 +40,6 @@ _PURPOSE: Final = "comparing the ranks of a wrapped model"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonOptions:
-    """What a wrapper was given that torch's has not, and what it was made with."""
-
     model_number: int
     """Which of the models that were wrapped over this group it is: the same on every rank."""
     compares: bool

@@ -45,21 +45,15 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Where a rank's last forward and its last optimizer step were."""
-
     forward: str
     step: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
-    """A reduction that has ended, on one rank."""
-
     number: int
-    """Which one it is, from 1 on."""
     status: GroupStatus
     num_forwards: int
-    """How many forwards it has reached."""
     num_steps: int
     """How many optimizer steps there were since the one before."""
     batch_size: int
@@ -106,7 +100,6 @@ class Check:
 
 
 def others_than_first(found: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-    """Yield each rank whose record is not that of rank 0, and its record."""
     return ((rank, record) for rank, record in enumerate(found[1:], start=1) if record != found[0])
 
 

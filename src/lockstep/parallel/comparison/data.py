@@ -91,8 +91,6 @@ _PLAIN: Final = (str, int, float, PurePath)
 
 @final
 class UnevenBatchWarning(Check):
-    """Warns once, on each rank, that ranks trained on different numbers of samples."""
-
     def __init__(self) -> None:
         self._is_done = False
         self._sizes: tuple[int, ...] = ()
@@ -244,10 +242,7 @@ def _warn_of_accumulation(backwards: Sequence[int]) -> None:
 
 @final
 class LoaderPositions(Check):
-    """How far one rank is in the DataLoaders from which it draws, and whether others are as far.
-
-    And whether their processes still have the data set that the loop has.
-    """
+    """How far this rank is in its DataLoaders, and whether their processes still have the loop's data set."""
 
     def __init__(self) -> None:
         self._iterators: list[weakref.ref[Any]] = []
@@ -373,7 +368,6 @@ class DataSamplers(Check):
         self._begin_epoch()
 
     def number(self) -> int:
-        """Return a number for what must be the same on all ranks (local)."""
         if not self._found or not self._is_asked:
             return 0
         # Sorted: the order in which the collector lists objects depends on when it ran on this rank.

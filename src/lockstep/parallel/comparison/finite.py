@@ -101,8 +101,6 @@ class FiniteCheck(Check, ABC):
 
 @final
 class FiniteGradients(FiniteCheck):
-    """Looks for gradients on the CPU that are not finite."""
-
     def __init__(self, nonfinite: Literal["stop", "skip"]) -> None:
         super().__init__(nonfinite)
         self._own = 0
@@ -165,8 +163,6 @@ class _LaunchedUpdate:
 
 @final
 class FiniteGradientsOnDevice(FiniteCheck):
-    """Looks for gradients that are not finite, without a wait."""
-
     num_backwards_late = 1
 
     def __init__(self, nonfinite: Literal["stop", "skip"]) -> None:

@@ -37,8 +37,6 @@ _OF_THE_RANK = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+|(?<=[xn]pu:)\d+")
 
 @final
 class TrainingForwards(Check):
-    """Counts forwards whose backwards are to be reduced."""
-
     def __init__(self) -> None:
         self.num_unused = 0
         self.num_reached = 0
@@ -92,7 +90,6 @@ class TrainingForwards(Check):
             self.expect_no_backward()
 
     def expect_no_backward(self) -> None:
-        """Expect none of the forwards so far (local)."""
         self.num_unused = 0
 
     def _note_reached(self, *, counts: bool) -> None:

@@ -96,8 +96,6 @@ def _stop_listening(reference: "weakref.ref[StepListener]") -> None:
 
 @final
 class StepHook:
-    """A hook on the steps of all optimizers."""
-
     only_looks = True
     """For `has_step_on_device`: it writes nothing, also where its wrapper is not that of the optimizer."""
 
@@ -133,7 +131,6 @@ def _list_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 _LISTENERS: Final[list["weakref.ref[StepListener]"]] = []
 """All of this process: torch's hooks are the process' too."""
 _HANDLES: Final[list[RemovableHandle]] = []
-"""Those of torch's hooks, while there are listeners."""
 _HELD: Final["weakref.WeakKeyDictionary[Optimizer, Sequence[nn.Parameter]]"] = weakref.WeakKeyDictionary()
 """The parameters of each optimizer: another list where it has others, so that listeners look at them once."""
 
@@ -154,15 +151,12 @@ class HeldParameters:
     others: Sequence[nn.Parameter]
     """Those that are not the wrapped module's at all."""
     num_steps: int = 0
-    """How many steps were looked at."""
     num_idle_looks: int = 0
     """How often was looked for parameters that never have gradients, in vain."""
 
 
 @dataclass(frozen=True, slots=True)
 class _NumberedOptions:
-    """The options of an optimizer, and the number that stands for them."""
-
     values: Sequence[object]
     """The same objects have the same number; empty if that cannot be told from the objects."""
     keys: Sequence[object]
@@ -173,10 +167,7 @@ class _NumberedOptions:
 
 @final
 class OptimizerSteps:
-    """The steps of one rank's optimizers over some parameters, since the last reduction.
-
-    A step within another optimizer's does not count. `owned` are ids of all known parameters that ever were in a step.
-    """
+    """Steps since the last reduction, not those within another's; `owned` are ids of all parameters ever stepped."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -230,12 +221,10 @@ class OptimizerSteps:
             del self.running[self.running.index(id(optimizer)) :]
 
     def begin_anew(self) -> None:
-        """Forget the steps: there was a reduction (local)."""
         self.num_steps = 0
         self._stepped.clear()
 
     def number(self) -> int:
-        """Return a number for the options of the optimizers that have stepped (local)."""
         return hash(tuple(map(self._number_of_options, self.stepped)))
 
     def describe(self, names: Mapping[int, str]) -> tuple[Description, ...]:
@@ -295,9 +284,7 @@ class OutsideValue:
     name: str
     shape: tuple[int, ...]
     bits: int
-    """The sum of its bits."""
     total: float
-    """The sum of its numbers."""
 
 
 @final
@@ -332,7 +319,6 @@ class OutsideParameters(Check):
             self._values.end_update()
 
     def number(self) -> int:
-        """Return a number for their values, as far as they are looked at this time (local)."""
         if not self._places or not self._is_asked:
             return 0
         self._num_read += 1

@@ -53,8 +53,6 @@ _NUM_LOCAL_UPDATES: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRecord:
-    """What one rank's optimizers have done since the last reduction, and to what."""
-
     num_steps: int
     options: Sequence[Description]
     """Of the optimizers that have stepped, in the order of their steps."""

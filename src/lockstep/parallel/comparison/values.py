@@ -109,7 +109,6 @@ class ReplicaValues:
         self.look()
 
     def look(self) -> None:
-        """Find the parameters anew (local)."""
         self._named = [(name, each) for name, each in self._list_parameters() if type(each.detach()) is Tensor]
         self._parameters = [each for _, each in self._named]
         self._num_writes = self._count_writes()
@@ -121,7 +120,6 @@ class ReplicaValues:
         self._number = 0
 
     def begin_update(self) -> None:
-        """Note that an optimizer is about to write to the parameters (local)."""
         if not self._is_read and self.was_written():
             self._is_due = self.were_moved = True
 
@@ -134,7 +132,6 @@ class ReplicaValues:
             self._read(was_written=self._is_due)
 
     def expect_writes(self) -> None:
-        """Read all parameters next time (local)."""
         self._is_due = True
 
     def was_written(self) -> bool:
@@ -237,7 +234,6 @@ def odd_parameters(found: Values, expected: Values) -> list[str]:
 
 
 def differ_by_rounding(found: Values, expected: Values, names: Iterable[str]) -> bool:
-    """Return whether these values are the same but for the rounding of some operations (pure)."""
     pairs = [(found[name], expected[name]) for name in names]
     return all(
         max(abs(here.total - there.total), abs(here.slope - there.slope)) <= min(here.rounding, there.rounding)
@@ -247,10 +243,7 @@ def differ_by_rounding(found: Values, expected: Values, names: Iterable[str]) ->
 
 @final
 class StepGradients(Check):
-    """The reduced gradients, from the end of a reduction to the optimizer's step and on to the next backward.
-
-    Compared is whether the backward began with those of an earlier step in `.grad`.
-    """
+    """The reduced gradients up to the next backward. Compared is whether that began with those of an earlier step."""
 
     scope = Scope.RUN
 

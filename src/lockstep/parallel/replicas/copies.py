@@ -68,10 +68,7 @@ _Fill = Callable[[Sequence[Tensor]], list[Tensor]]
 
 @final
 class Copies:
-    """Copy tensors to the devices of replicas, and keep the memory for the next call.
-
-    Thread-safe. A deep copy or an unpickled object starts without memory.
-    """
+    """Keeps the memory for the next call. Thread-safe; a deep copy or an unpickled object starts without memory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -200,7 +197,6 @@ _broadcast: Any = _Broadcast.apply
 
 
 def _copies(targets: Sequence[_Fill], members: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors of replica 0, then those of replica 1, and so on."""
     copies = [copy for fill in targets for copy in fill(members)]
     return *(member.detach() for member in members), *copies
 
@@ -396,11 +392,7 @@ def _rebound(value: Any, shells: Mapping[int, nn.Module]) -> Any:
 
 
 def _fill_shell(shell: Any, original: Any, shells: dict[int, nn.Module], copy_of: dict[int, Tensor]) -> None:
-    """Set the submodules, parameters and buffers of a replica.
-
-    Parameters become plain tensors, because they are not leaves of the graph. If the class overrides `__setattr__`, as
-    recurrent networks do to keep their flat weights, it is used.
-    """
+    """Parameters become plain tensors; a class's own `__setattr__`, as recurrent networks have, is called."""
     ordinary = type(shell).__setattr__ is _SETATTR and not isinstance(shell, torch.jit.ScriptModule)
     for name, child in module_registry(original).items():
         if child is None or ordinary:
@@ -422,11 +414,7 @@ def _fill_shell(shell: Any, original: Any, shells: dict[int, nn.Module], copy_of
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that was given to `torch.compile`, or `module` if none was.
-
-    What `torch.compile` returns has that module as its only child, and a forward that is tied to that very object:
-    whoever replaces or copies the child does not change what is run. Replicas would be compiled in every forward.
-    """
+    """Return what was given to `torch.compile`, or `module`: replicas would be compiled in every forward."""
     while is_compiled_module(module):
         original = original_of_compiled(module)
         if has_forward_or_backward_hooks(module):

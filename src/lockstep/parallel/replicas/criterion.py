@@ -181,10 +181,7 @@ class _ReplicaLoss:
 def _as_module(
     criterion: Callable[..., Any], targets: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return a criterion with its arguments; for `cross_entropy` and `nll_loss`, return the module instead.
-
-    A module separates what belongs to the batch from what belongs to the loss: class weights must not be split.
-    """
+    """Return a module for `cross_entropy` and `nll_loss`, as it keeps class weights, which must not be split."""
     bound = criterion if isinstance(criterion, partial) and not criterion.args else partial(criterion)
     for known, kind in _WEIGHTED_BY_TARGET.items():
         if bound.func is known:

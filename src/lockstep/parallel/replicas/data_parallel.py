@@ -233,10 +233,7 @@ def as_device(device_id: DeviceId) -> torch.device:
 
 
 def as_id(device: torch.device) -> int | torch.device:
-    """Return how a device stands in the attributes: a number for an accelerator, the device for the CPU.
-
-    torch's `device_ids` are numbers of GPUs, and scripts use them as such: `f"cuda:{model.device_ids[0]}"`.
-    """
+    """Return a number for an accelerator, for scripts write `f"cuda:{model.device_ids[0]}"`; the device for the CPU."""
     return device if device.type == "cpu" else device.index
 
 

@@ -115,10 +115,7 @@ def _make_selector(value: Any, splitter: _Splitter) -> _Selector:
 
 
 def join_outputs(outputs: Sequence[Any], device: torch.device, dim: int, path: str = "output") -> Any:
-    """Join the outputs of the replicas, in their order, into one of the same structure on `device`.
-
-    Tensors are concatenated along `dim`; scalars become a vector with one element per replica.
-    """
+    """Join outputs in the order of replicas: tensors along `dim`, scalars to a vector with one element per replica."""
     first = outputs[0]
     kinds = list(dict.fromkeys(Tensor if isinstance(output, Tensor) else type(output) for output in outputs))
     if len(kinds) > 1:

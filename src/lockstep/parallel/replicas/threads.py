@@ -60,10 +60,7 @@ def _capture_state() -> Callable[[], AbstractContextManager[None]]:
 
 @final
 class ReplicaThreads:
-    """Run one call per replica. Threads end when this object is garbage-collected, at the latest at exit.
-
-    Thread-safe. A deep copy or an unpickled object starts without threads.
-    """
+    """Thread-safe; threads end with this object, or at exit. A deep copy or an unpickled object starts without any."""
 
     def __init__(self) -> None:
         self._idle: list[_ThreadPool] = []
@@ -147,7 +144,6 @@ class _ForwardCalls:
         self._failures: list[tuple[int, BaseException]] = []
 
     def run(self, numbers: Sequence[int], caught: type[BaseException] = Exception) -> None:
-        """Run the calls of some replicas in this thread, one after the other, until one raises."""
         for number in numbers:
             try:
                 with self._on_device(number):
@@ -162,7 +158,6 @@ class _ForwardCalls:
             self.run(numbers, BaseException)  # a Future with a KeyboardInterrupt would keep its thread alive
 
     def results(self) -> list[Any]:
-        """Return what the calls returned, or raise the first failure."""
         if not self._failures:
             return [self._results[number] for number in range(len(self._devices))]
         (number, error), *later = self._failures

@@ -41,8 +41,6 @@ _NESTED = (
 
 
 class _TorchWatch:
-    """Changes modules of torch when they have been imported."""
-
     @staticmethod
     def find_spec(fullname: str, path: object = None, _target: object = None) -> ModuleSpec | None:
         change = _CHANGES.get(fullname)
