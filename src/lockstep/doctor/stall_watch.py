@@ -52,7 +52,7 @@ _PATIENCE: Final = 5
 _MOST_ASKS: Final = 20
 """So often a worker that did not show its stack in time is asked again, for a second message with its line."""
 _TOLD: Final = "stalls"
-"""The file that holds when the last stall was logged."""
+"""The file that holds in which boot, and when, the last stall was logged."""
 
 
 @final
@@ -156,15 +156,19 @@ class StallWatch:
         return found
 
     def _claim(self, since_ns: int) -> bool:
-        """Return whether nobody has logged a stall since this one began; then this watch does."""
+        """Return whether nobody has logged a stall since this one began; then this watch does.
+
+        A run that is resumed after a boot, or on another host, finds the file of before, of another clock.
+        """
+        boot = boot_id()
         with (self._recording / _TOLD).open("a+", encoding="ascii") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
-            last = file.read()
-            if last and int(last) > since_ns:
+            told_in, _, last = file.read().rpartition(" ")
+            if last and told_in == boot and int(last) > since_ns:
                 return False
             file.truncate(0)
-            file.write(str(time.monotonic_ns()))
+            file.write(f"{boot} {time.monotonic_ns()}")
         return True
 
     def _message(self, verdict: "Verdict") -> str:

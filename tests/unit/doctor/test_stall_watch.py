@@ -189,6 +189,19 @@ def test_a_second_stall_is_said_too(tmp_path: Path, logged: threading.Semaphore)
         recorder.close()
 
 
+@pytest.mark.parametrize("boot", ["", "8f2d7c1e-4b0a-4c39-9d57-1e6f3a2b4c5d "])
+def test_a_stall_of_another_boot_does_not_count(tmp_path: Path, logged: threading.Semaphore, boot: str) -> None:
+    # A run that was resumed after a boot was silent until the machine was up for as long as it was before.
+    (tmp_path / "stalls").write_text(f"{boot}{time.monotonic_ns() + 10**15}")
+    waiting, busy = recorded(tmp_path, 0), recorded(tmp_path, 1)
+    wait_for_rank_1(waiting)
+    watch = StallWatch(tmp_path, 0.2, NULL_WORKER_RECORDER)
+    assert logged.acquire(timeout=20)
+    watch.close()
+    for recorder in (waiting, busy):
+        recorder.close()
+
+
 def test_a_worker_that_has_ended_its_recording_is_not_silent(tmp_path: Path) -> None:
     ended, runs = recorded(tmp_path, 0), recorded(tmp_path, 1)
     ended.close()
