@@ -128,11 +128,14 @@ class Scaling:
             self._vacant.append(worker.device)
         elif was_new:
             self.problem = f"The new worker {number} was {worker.describe_end()}."
-            self.num_wanted = len(self._continuation.generation.workers)
+            self.num_wanted = self._num_staying()
         elif self._num_spares:
             self._num_spares -= 1
         else:
             self.num_wanted = max(self.num_wanted - 1, 1)
+
+    def _num_staying(self) -> int:
+        return len({*self._continuation.generation.workers} - self._leaving)
 
     def finish(self) -> None:
         for worker in self._new.values():
@@ -209,7 +212,7 @@ class Scaling:
         _LOGGER.warning("%s%sThe others train on, and no other worker is started. (LS603)", self.problem, trace)
         self._num_spares = 0
         self._limit = replace(self._limit, count=0)
-        self.num_wanted = len(self._continuation.generation.workers)
+        self.num_wanted = self._num_staying()
 
     # -- Requests of `lockstep scale` ----------------------------------------------------------------------------------
 
@@ -294,6 +297,7 @@ class Scaling:
                 f"Without {device} the run would have {counted(num_left, 'worker')}, and min_workers is "
                 f"{limits.min_workers}. To stop the run, send its launcher SIGTERM. (LS603)"
             )
+        self.problem = ""  # of an earlier request
         for worker in found:
             self.let_go(worker)
         return f"{counted(len(found), 'worker')} of {len(members)} will leave after the current step."

@@ -1,0 +1,64 @@
+"""How many workers a launch wants after a request, and after a new one has failed; without processes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.devices import Device
+from lockstep.launch.continuation import WorkerReports
+from lockstep.launch.control import RefusedError
+from lockstep.launch.membership import Generation, WorkerLimits
+from lockstep.launch.restarts import Elastic
+from lockstep.launch.scaling import Scaling
+from lockstep.launch.worker_pool import End
+
+
+class Launch:
+    """Workers 0 to 2, each on a GPU of its own, and worker 3, which was started to join them."""
+
+    is_stopping = is_over = False
+    is_settled = True
+    limits = WorkerLimits(max_workers=6)
+
+    def __init__(self) -> None:
+        self.generation = Generation(number=0, workers=(0, 1, 2))
+        self.reports = WorkerReports()
+        self.pids = {worker: 100 + worker for worker in range(4)}
+        self.workers = {worker: self.worker(worker) for worker in range(4)}
+        launch: Any = SimpleNamespace(pool=self, continuation=self, elastic=Elastic(), force=False)
+        self.scaling = Scaling(launch)
+        self.scaling._new[3] = self.workers[3]
+
+    @staticmethod
+    def worker(number: int) -> Any:
+        device = Device(name="cuda:0", visible=f"GPU-{number}", label=f"GPU {number} (NVIDIA T4)")
+        return SimpleNamespace(
+            number=number,
+            device=device,
+            end=End.FAILED,
+            has_returned=False,
+            failure=lambda: SimpleNamespace(traceback="", reason=""),
+            describe_end=lambda: "ended with exit code 1",
+        )
+
+    def fail_to_join(self) -> None:
+        self.scaling.take_end(self.workers[3])
+
+
+def test_a_failed_join_is_no_answer_to_a_later_request() -> None:
+    launch = Launch()
+    launch.fail_to_join()
+    with pytest.raises(RefusedError, match="worker 3 ended with exit code 1"):
+        launch.scaling.request_result()
+    assert "1 worker of 3 will leave" in launch.scaling.begin_request({"op": "release", "device": "GPU2"})
+    assert launch.scaling.request_result() is None  # `lockstep scale --release` ended with the error of the join
+    launch.generation = Generation(number=1, workers=(0, 1))
+    assert str(launch.scaling.request_result()).startswith("2 workers: rank 0")
+
+
+def test_a_worker_that_leaves_is_not_replaced_because_another_has_failed_to_join() -> None:
+    launch = Launch()
+    launch.scaling.let_go(2)
+    launch.fail_to_join()
+    assert launch.scaling.num_wanted == 2
