@@ -21,6 +21,7 @@ from lockstep.cli.options import ResumingCommand, give_value
         ("c.yaml --resume optimizer_args.lr=1 epochs=3", ""),
         ("c.yaml --resume --force", ""),
         ("--allow lr --resume config", ""),
+        ("--resume config --overfit 2", ""),  # the number was taken for CONFIG, and `config` for the path
         ("c.yaml --resume -- lr=1", ""),
         ("c.yaml --resume runs/x lr=1", "runs/x"),
         ("c.yaml --resume runs/lr=1", "runs/lr=1"),
@@ -40,6 +41,7 @@ def test_a_path_is_distinguished_from_other_arguments(given: str, resumed: str) 
         overrides: list[str] = typer.Argument(None),  # noqa: B008 - the form that typer needs
         resume: str = typer.Option(None, "--resume"),
         allow: list[str] = typer.Option(None),  # noqa: B008 - likewise
+        overfit: int = typer.Option(None),
         force: bool = typer.Option(False, "--force"),
     ) -> None:
         parsed.update(config=config, overrides=overrides, resume=resume)
