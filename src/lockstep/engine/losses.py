@@ -122,7 +122,7 @@ class DeviceRow:
         work.wait()
 
     def total_weight(self, known: Sequence[float]) -> Tensor:
-        """Return the sum of the weights, after `exchange`; below zero in `known` is one that is on the device."""
+        """Return the sum of the weights in tree order, after `exchange`; one below zero in `known` is on the device."""
         for shard, weight in enumerate(known):
             if weight >= 0:
                 self._weights[shard].fill_(weight)

@@ -134,7 +134,7 @@ class PresentEngine:
         return result
 
     def _planned_number(self) -> int:
-        """Return what is planned after the next step, or 0. The first trainer to step decides: a worker joins there."""
+        """Return the planned generation, or 0. The first trainer to step decides: a new worker begins with it."""
         return self.member.generations.planned_number if self.member is not None and self.member.leads(self) else 0
 
     def repeatable(self, call: Callable[[World], Result]) -> Result:

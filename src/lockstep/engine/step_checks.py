@@ -41,7 +41,10 @@ class StepProgress(StepPart):
         self._state.advance(step.batch, is_last=step.is_last)
 
     def _raise_other_steps(self, counts: Sequence[int]) -> None:
-        """Raise, with one text on all (collective). A step finds here what one worker alone failed to commit before."""
+        """Raise where the workers have not taken the same steps, with the same text on all (collective).
+
+        An update that fails on one worker fails when the others may have made theirs, so it is found in the next step.
+        """
         with calls_for("comparing the steps that the workers have taken"):
             found = self._world.gather_objects(self._state.failed_here or self._state.unusable_because)
         texts = [f"On rank {rank}, {text}" for rank, text in enumerate(found) if text]

@@ -308,7 +308,7 @@ class StepEngine:
 
 
 def _release_memory(error: BaseException) -> None:
-    """Clear the frames of such an error, for the next calls need memory; of others they stay, for a debugger."""
+    """Where memory has run out, clear the error's frames: the next calls need it. Other errors keep theirs."""
     if any(map(_is_out_of_memory, chain_of(error))):
         for each in chain_of(error):
             traceback.clear_frames(each.__traceback__)

@@ -199,7 +199,10 @@ class DenseBucket:
             self.gradients.copy_(result.reshape(-1))
 
     def write_back(self, counts: Sequence[float], factor: float = 1.0) -> None:
-        """Give parameters reduced gradients times `factor`; absent ones only where `counts` has a rank with one."""
+        """Give each parameter its reduced gradient times `factor`; one that no rank had stays as it was.
+
+        `counts`, how many ranks had each gradient, is read for absent ones.
+        """
         if factor != 1.0:
             unused = {index for index in self.absent if not counts[index]}
             foreach_mul_([slot.place for index, slot in enumerate(self.slots) if index not in unused], factor)
@@ -221,7 +224,10 @@ class DenseBucket:
                 slot.use_bucket()
 
     def _keep_held(self) -> None:
-        """Leave the memory to others, unless nothing was cleared: then torch's changes too. [Note: held gradients]."""
+        """Take new memory, and leave the old one to those who hold a part of it. [Note: held gradients].
+
+        Not if nothing was cleared: then a view of a gradient that is added to changes in torch as well.
+        """
         if all(slot.parameter.grad is slot.place for slot in self.slots):
             return
         old, fresh = storage_address(self._storage), self._allocate().untyped_storage()

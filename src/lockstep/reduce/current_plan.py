@@ -132,7 +132,10 @@ class CurrentPlan:
         self._order = sent.tolist()
 
     def use_order(self) -> bool:
-        """Return whether there are new buckets; not before a backward begins, for gradients may lie in old ones."""
+        """Use the order that was learnt, if one was since; return whether there are new buckets.
+
+        Called when the next backward begins: until then gradients may lie in the old buckets.
+        """
         if not self._order:
             return False
         plan, self._order = self._make(), []
@@ -143,7 +146,10 @@ class CurrentPlan:
         return is_new
 
     def allocate_missing(self) -> bool:
-        """Allocate what there was no memory for: all ranks must send the same. Return whether there was such."""
+        """Allocate the buckets if there was no memory for them when they were to be replaced; return whether (local).
+
+        Called before a message is sent for a backward that failed: all ranks must send the same ones.
+        """
         if self.bucket_set.buckets:
             return False
         self.bucket_set = self._allocate()

@@ -356,7 +356,7 @@ class StepMoments(NamedTuple):
 
 @final
 class StepTimes:
-    """On a GPU, when work was launched, not when it was done. [Note: one clock] in `lockstep.recording.writing`."""
+    """On a GPU these are the times at which work was launched. [Note: one clock] in `lockstep.recording.writing`."""
 
     __slots__ = ("_backward", "_forward", "_message", "_num_forwards", "_recorder", "_reducing", "_waiting")
 
