@@ -107,6 +107,10 @@ class EMA(AveragedWeights):
         self.decay = float(decay)
         self._live: LiveTensors | None = None
 
+    def on_start(self, trainer: Any) -> None:
+        super().on_start(trainer)
+        self._live = None  # it may have been another trainer's
+
     @torch.no_grad()
     def on_step(self, trainer: Any, result: Any) -> None:
         if result.is_skipped:

@@ -538,6 +538,15 @@ def test_an_average_follows_weights_whose_memory_was_replaced() -> None:
         loop.model.last.weight.data = loop.model.last.weight.detach().clone()
 
 
+def test_an_average_follows_the_trainer_that_it_is_given_to() -> None:
+    # In a second trainer it went on towards the weights of the first one's model, which nobody trained any more.
+    average = ls.EMA(0.0)
+    for _ in range(2):
+        loop = Loop(None, callbacks=[average]).train()
+        assert torch.equal(average.tensors["last.weight"], loop.model.last.weight)
+        loop.model.last.weight.data.zero_()
+
+
 def test_verify_leaves_callbacks_and_a_decided_end_as_they_are() -> None:
     now = [0.0]
     callbacks = [ls.MaxSteps(2), timer := ls.MaxTime(9, clock=lambda: now[0])]
