@@ -308,10 +308,12 @@ class _ProgressPart(StatePart):
 
     def keep(self, *, is_stepped: bool) -> Callable[[], object]:
         restore, flags = self._state.record_progress() if is_stepped else self._record(), self._flags()
+        has_begun = self._state.has_begun
 
         def put_back() -> None:
             restore()
             self._set_flags(flags)
+            self._state.has_begun = has_begun
 
         return put_back
 

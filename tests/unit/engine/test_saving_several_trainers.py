@@ -90,3 +90,23 @@ def test_where_one_trainer_cannot_take_its_state_none_is_changed(tmp_path: Path)
         other.trainers[0].load(tmp_path / "both.ckpt", extra={"discriminator": other.trainers[1]})
     assert other.digests() == before
     assert [trainer.cursor.step for trainer in other.trainers] == [0, 0]
+
+
+def test_a_load_that_fails_is_no_beginning() -> None:
+    # What the other trainer loaded of this model, which its loss uses, was then left out.
+    pair = Pair(None)
+    state = pair.trainers[0].state_dict()
+    with pytest.raises(ls.CheckpointError):
+        pair.trainers[0].load_state_dict({**state, "model": {"weight": torch.zeros(5, 5)}})
+    used = pair.trainers[0].model
+    critic = nn.Linear(3, 1)
+    other = ls.Trainer(
+        critic,
+        torch.optim.SGD(critic.parameters(), 0.1),
+        loss=lambda model, batch: model(used(batch[0])).square().mean(),
+        num_shards=2,
+    )
+    saved = other.state_dict()
+    ((name, values),) = saved["networks"].items()
+    other.load_state_dict({**saved, "networks": {name: {key: torch.ones_like(each) for key, each in values.items()}}})
+    assert torch.equal(used.weight, torch.ones(3, 3))
