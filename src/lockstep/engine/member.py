@@ -308,7 +308,7 @@ class Member:
             states = receive_state(world, source, {number: each.own_places() for number, each in trainers.items()})
             for number, each in trainers.items():
                 if number not in states:
-                    raise GroupError(
+                    raise CheckpointError(  # no GroupError, after which `join` waits for another generation
                         "A new worker has made a trainer that the others do not have, or not any more. (LS602)"
                     )
                 each.take_state(states[number])

@@ -19,7 +19,7 @@ from lockstep.comm import World
 from lockstep.engine import present
 from lockstep.engine.member import Member
 from lockstep.engine.step_table import StepTable
-from lockstep.errors import LossError, PeerFailedError
+from lockstep.errors import CheckpointError, LossError, PeerFailedError
 
 LOST = 2
 """Of the ranks 0 to 2."""
@@ -365,3 +365,48 @@ def test_others_are_met_before_a_step_although_no_call_has_failed(
         return run.finish()
 
     assert run_with_a_loss(script, monkeypatch, program, num_ranks=LOST) == [finished] * LOST
+
+
+class Arriving(ScriptedGenerations):
+    """A generation that rank 1 joins, and no other one after it."""
+
+    has_next = True
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, threading.Event(), LOST)
+        self.is_joiner = world.rank == 1
+
+    def wait_to_join(self) -> bool:
+        assert self.number == 0, "it waits for another generation"
+        return True
+
+
+class Stub:
+    """A trainer, as far as one is asked when a worker joins."""
+
+    def state_for_new_worker(self) -> dict[str, int]:
+        return {"steps": 5}
+
+    def own_places(self) -> dict[str, Tensor]:
+        return {}
+
+    def adopt(self, world: World, *, is_repeated: bool) -> None: ...
+
+    def report_change(self, *_arguments: Any, **_options: Any) -> None: ...
+
+
+def test_a_new_worker_with_a_trainer_that_the_others_have_no_more_says_so() -> None:
+    # A script that makes one trainer after the other: the new worker waited for another generation without a word, and
+    # the others waited for it in their next step.
+    def program(world: World) -> None:
+        member, trainer = Member(Arriving(world)), Stub()
+        if world.rank == 0:
+            member.add(Stub())  # gone at once
+            member.add(trainer)
+            member.help_others()
+            return
+        member.add(trainer)
+        with pytest.raises(CheckpointError, match="has made a trainer that the others do not have"):
+            member.join()
+
+    run_ranks(2, program)
