@@ -221,11 +221,12 @@ class Freeze(Callback):
             raise ValueError(f"until_epoch is {until_epoch!r}, expected a whole number of epochs, 1 or more. (LS526)")
         self.names = [names] if isinstance(names, str) else list(names)
         self.until_epoch = until_epoch
-        self._frozen: list[nn.Parameter] | None = None
+        self._model: nn.Module | None = None
+        self._frozen: list[nn.Parameter] = []
 
     def on_start(self, trainer: Any) -> None:
-        if self._frozen is None:
-            self._frozen = self._find(trainer.model)
+        if self._model is not trainer.model:  # else they may be frozen by now, and would not be found
+            self._model, self._frozen = trainer.model, self._find(trainer.model)
         self._set(trainer.cursor.epoch)
 
     def on_epoch(self, trainer: Any, epoch: int) -> None:
@@ -233,7 +234,7 @@ class Freeze(Callback):
         self._set(trainer.cursor.epoch)
 
     def _set(self, epoch: int) -> None:
-        for parameter in self._frozen or ():
+        for parameter in self._frozen:
             parameter.requires_grad_(epoch >= self.until_epoch)
 
     def _find(self, model: nn.Module) -> list[nn.Parameter]:

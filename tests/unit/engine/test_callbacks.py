@@ -365,6 +365,15 @@ def test_a_frozen_parameter_keeps_its_bits_until_its_epoch() -> None:
     assert not torch.equal(loop.model.first.weight, before)
 
 
+def test_a_second_trainer_freezes_parameters_of_its_own_model() -> None:
+    # It froze those of the first one's model once more, and trained all of its own from the first step on.
+    freeze = ls.Freeze("first.*", until_epoch=1)
+    for _ in range(2):
+        loop = Loop(None, callbacks=[freeze])
+        before = loop.model.first.weight.clone()
+        assert torch.equal(loop.train(epochs=1).model.first.weight, before)
+
+
 def begun(swa: ls.SWA) -> ls.SWA:
     """Return an average that a run has begun, and ended before its first epoch."""
     Loop(None, callbacks=[swa]).train(epochs=1)
