@@ -253,7 +253,7 @@ class WrappedModels:
         self, model: WrappedModel, rank: int, state: str, there: tuple[int, int, str], *, has_failed: bool
     ) -> str:
         num_begun, num_steps, line = there
-        if num_begun > model.num_begun and state != "runs" and not has_failed:
+        if num_begun > model.num_begun and not has_failed:
             return self._describe_missing(model, (self._rank, model.num_begun), (rank, num_begun), line)
         if state == "ended" and num_begun < model.num_begun:
             return self._describe_missing(model, (rank, num_begun), (self._rank, model.num_begun), line)
