@@ -6,10 +6,11 @@ version is not listed: of more than two ranks NCCL copies alone, and our code ad
 
 import platform
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
@@ -243,18 +244,32 @@ class DeterminismSwitches:
     """Restores torch's switches, but no environment variables: what reads these has done so already."""
 
     def __init__(self, *, deterministic: bool) -> None:
-        self._is_set = True
-        self._debug_mode = torch.get_deterministic_debug_mode()
-        self._fills_memory = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-        self._cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-        self._compiler = is_inductor_deterministic()
+        cudnn = torch.backends.cudnn
+        self._before: tuple[Any, ...] = (
+            torch.get_deterministic_debug_mode(),
+            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+            (cudnn.deterministic, cudnn.benchmark),
+            is_inductor_deterministic(),
+        )
+        _SET.append(weakref.ref(self))
         set_deterministic(deterministic)
 
     def restore(self) -> None:
-        if not self._is_set:
+        """Restore what was set before; a later trainer that is not closed does that in the place of this one."""
+        alive = [each for each in (reference() for reference in _SET) if each is not None]
+        if self not in alive:
             return
-        self._is_set = False
-        torch.set_deterministic_debug_mode(self._debug_mode)
-        torch.utils.deterministic.fill_uninitialized_memory = self._fills_memory  # type: ignore[attr-defined]
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = self._cudnn
-        set_inductor_deterministic(self._compiler)
+        later = alive[alive.index(self) + 1 :]
+        _SET[:] = [weakref.ref(each) for each in alive if each is not self]
+        if later:
+            later[0]._before = self._before  # noqa: SLF001 - one of this class
+            return
+        debug_mode, fills_memory, cudnn, compiler = self._before
+        torch.set_deterministic_debug_mode(debug_mode)
+        torch.utils.deterministic.fill_uninitialized_memory = fills_memory  # type: ignore[attr-defined]
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+        set_inductor_deterministic(compiler)
+
+
+_SET: Final[list["weakref.ref[DeterminismSwitches]"]] = []
+"""Of trainers that are not closed, in the order in which they were made: torch's switches are of the process too."""

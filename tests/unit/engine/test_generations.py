@@ -180,6 +180,13 @@ def test_the_deterministic_switches_are_given_back() -> None:
         with pytest.raises(ValueError, match="num_shards"):
             ls.Trainer(run.model, run.optimizer, loss=run.loss, num_shards=0)
         assert look() == wanted
+        # Of two trainers the first one to be closed took the switches from the other, and the last one set them.
+        first, second = Run(None), Run(None)
+        held = look()
+        first.trainer.close()
+        assert look() == held
+        second.trainer.close()
+        assert look() == wanted
     finally:
         torch.set_deterministic_debug_mode(before[0])
         torch.backends.cudnn.benchmark = before[3]
