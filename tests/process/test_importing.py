@@ -32,7 +32,7 @@ WITHOUT_TORCH = {
     ),
     "channel": "client server table",
     "checkpoint": "atomic_write interop step_files",
-    "checkpoint.interop": "folders names",
+    "checkpoint.interop": "names",
     "cli": "check doctor evaluate explain failures init main options predict report run runs scale train",
     "devices": "choose inventory look nvml request",
     "doctor": ("activity diagnosis examination finding report scripts slow slow_causes stacks stall_watch system"),

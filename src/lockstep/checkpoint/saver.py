@@ -20,6 +20,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Self, final
 
@@ -79,7 +80,7 @@ class Saver:
             return
         try:
             with own_recorder().during(EventKind.SAVING, text="copy"):
-                copied = self._copy.fill({**checkpoint.model, **checkpoint.optimizer})
+                copy = self._copy.copy_of(checkpoint)
         except RuntimeError as error:
             self._errors.append(
                 CheckpointError(
@@ -90,11 +91,6 @@ class Saver:
             )
             self.wait()
             return
-        copy = Checkpoint(
-            model={name: copied[name] for name in checkpoint.model},
-            optimizer={name: copied[name] for name in checkpoint.optimizer},
-            manifest=checkpoint.manifest,
-        )
         # [Note: a thread per save]
         self._throttle = Throttle()
         self._thread = threading.Thread(
@@ -186,6 +182,14 @@ class StateCopy:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, bool], Tensor] = {}
+
+    def copy_of(self, checkpoint: Checkpoint) -> Checkpoint:
+        copied = self.fill({**checkpoint.model, **checkpoint.optimizer})
+        return replace(
+            checkpoint,
+            model={name: copied[name] for name in checkpoint.model},
+            optimizer={name: copied[name] for name in checkpoint.optimizer},
+        )
 
     def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy tensors and return the copies, which are valid until the next call; RuntimeError without memory."""

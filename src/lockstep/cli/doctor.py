@@ -95,8 +95,7 @@ def _look_for_slow(recording: Path) -> SlowReport:
     files = last_job(read_recording(recording))
     workers = [file for file in files if not file.is_launchers]
     launcher = next((file for file in files if file.is_launchers), None)
-    begins = [int(file.table["begin"].min()) for file in workers if len(file.table)]
-    usage = recorded_usage(launcher, min(begins, default=0)) if launcher is not None else {}
+    usage = recorded_usage(launcher, workers)
     return find_slow(workers, usage, looks, os.getloadavg()[0] if looks else 0.0)
 
 

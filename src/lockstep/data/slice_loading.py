@@ -34,6 +34,7 @@ from lockstep.launch.exits import OomKills, describe_exit, has_run_out_of_memory
 from lockstep.launch.membership import may_respawn
 from lockstep.launch.restarts import Elastic
 from lockstep.processes.ending import die_with_parent, terminate_only_for
+from lockstep.processes.host import exit_code_of_child
 from lockstep.torch_private.loaders import (
     LoaderIterator,
     abandon,
@@ -305,12 +306,5 @@ def _end_together(end: _FirstEnd, of_iterator: "weakref.ref[LoaderIterator]", pr
 
 
 def _exit_code(process: BaseProcess) -> int | None:
-    """Return how a process has ended; None if it runs. Its end stays to be waited for."""
     assert process.pid is not None
-    try:
-        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # a fork server's, or it was waited for already
-        return process.exitcode
-    if found is None:
-        return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    return exit_code_of_child(process.pid, lambda: process.exitcode)

@@ -343,8 +343,14 @@ def sample_workers(files: Sequence[FileEvents]) -> dict[int, Looks]:
     return found
 
 
-def recorded_usage(launcher: FileEvents, since_ns: int) -> dict[int, list[UsageSample]]:
-    """Return what the launcher has recorded of each process since a moment of its clock, and the last sample before."""
+def recorded_usage(launcher: FileEvents | None, workers: Sequence[FileEvents] = ()) -> dict[int, list[UsageSample]]:
+    """Return what the launcher, if any, has recorded of each process since the workers' first event, or ever.
+
+    The last sample before that is there too.
+    """
+    if launcher is None:
+        return {}
+    since_ns = min((int(file.table["begin"].min()) for file in workers if len(file.table)), default=0)
     rows = launcher.table[launcher.table["kind"] == EventKind.USAGE]
     found: dict[int, list[UsageSample]] = {}
     values: dict[int, dict[str, int]] = {}

@@ -34,6 +34,7 @@ from lockstep.errors import UsageError, counted
 from lockstep.launch import guardian
 from lockstep.launch.exits import KILLED_SECONDS, UNKNOWN_KILLER, describe_exit
 from lockstep.launch.template import Process
+from lockstep.processes.host import exit_code_of_child
 from lockstep.recording import LAUNCHER, EventKind, WorkerRecorder, open_recorder
 from lockstep.settings import read_settings
 
@@ -165,16 +166,8 @@ def _make_folder() -> str:
 
 
 def exit_code(leader: Process) -> int | None:
-    """Return how a process ended, -N for signal N, without freeing its process id; None while it runs."""
-    if sys.platform == "darwin":  # Python 3.11 has no waitid there
-        return leader.poll()
-    try:
-        found = os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # the calling program has waited for it, or ignores SIGCHLD
-        return leader.poll()
-    if found is None:
-        return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    # The calling program may have waited for it, or ignore SIGCHLD.
+    return exit_code_of_child(leader.pid, leader.poll)
 
 
 def wake(session: int) -> None:

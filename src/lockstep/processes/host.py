@@ -99,6 +99,22 @@ def open_process(pid: int, started: int = 0) -> int:
     return descriptor
 
 
+def exit_code_of_child(pid: int, otherwise: Callable[[], int | None]) -> int | None:
+    """Return how a child has ended, -N for signal N, without freeing its process id; None while it runs.
+
+    `otherwise` is asked where the kernel does not tell: the child was waited for already, or is one of a fork server.
+    """
+    if sys.platform == "darwin":  # Python 3.11 has no waitid there
+        return otherwise()
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return otherwise()
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
 def has_loopback_address() -> bool:
     """Return whether this host has the address 127.0.0.1; one with IPv6 alone may not (local)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, final
@@ -145,14 +145,9 @@ class RunSaver:
 
     def _keep_copy(self, checkpoint: Checkpoint) -> Checkpoint | None:
         try:
-            copied = self._copy.fill({**checkpoint.model, **checkpoint.optimizer})
+            return self._copy.copy_of(checkpoint)
         except RuntimeError:  # no memory for it; if rank 0 is lost as well, a later state is written
             return None
-        return replace(
-            checkpoint,
-            model={name: copied[name] for name in checkpoint.model},
-            optimizer={name: copied[name] for name in checkpoint.optimizer},
-        )
 
     def _write(self, checkpoint: Checkpoint) -> None:
         self._begin_to_write()

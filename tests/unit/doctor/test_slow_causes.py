@@ -93,7 +93,7 @@ def test_what_a_process_uses_is_recorded_by_the_launcher(tmp_path: Path) -> None
     events._next = time.monotonic()
     events.look(tmp_path)
     assert events._pause == 2.0  # seconds longer after each look, however many workers there are
-    [samples] = recorded_usage(read_file(tmp_path / "launcher.rec"), 0).values()
+    [samples] = recorded_usage(read_file(tmp_path / "launcher.rec")).values()
     worker.close()
     launcher.close()
     assert len(samples) == 2

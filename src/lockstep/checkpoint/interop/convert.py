@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.checkpoint.atomic_write import atomic_replace
-from lockstep.checkpoint.interop.folders import METADATA_NAME
 from lockstep.checkpoint.interop.names import Renaming, first_components, plain_names
-from lockstep.checkpoint.interop.recognize import ForeignWeights, read_weights
+from lockstep.checkpoint.interop.recognize import METADATA_NAME, ForeignWeights, read_weights
 from lockstep.checkpoint.interop.weights import as_state_dict, describe_weights
 from lockstep.errors import CheckpointError
 from lockstep.torch_private.modules import num_stored_elements

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from lockstep.checkpoint.interop.folders import METADATA_NAME
 from lockstep.checkpoint.interop.pickled import UNREADABLE
 from lockstep.comm.objects import RestrictedUnpickler
 from lockstep.errors import CheckpointError
@@ -53,9 +52,9 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
 
 
 class DistributedCheckpoint:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._metadata = _read_metadata(path)
+    def __init__(self, metadata_file: Path) -> None:
+        self.path = metadata_file.parent
+        self._metadata = _read_metadata(metadata_file)
         try:
             paths = self._metadata.planner_data or {}
             self._names = {tuple(paths.get(name, (name,))): name for name in self._metadata.state_dict_metadata}
@@ -168,8 +167,7 @@ def _with_lists(value: Any) -> Any:
     return list(inner.values()) if inner and all(isinstance(key, int) for key in inner) else inner
 
 
-def _read_metadata(path: Path) -> Metadata:
-    file_path = path / METADATA_NAME
+def _read_metadata(file_path: Path) -> Metadata:
     try:
         with file_path.open("rb") as file:
             metadata = _check_kinds(RestrictedUnpickler(file, _find_allowed, pickle.UnpicklingError).load())
@@ -183,8 +181,9 @@ def _read_metadata(path: Path) -> Metadata:
     except UNREADABLE as error:
         raise CheckpointError(f"{file_path} is damaged or truncated ({error}). Copy it again. (LS722)") from error
     for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
-        if (path / name).exists() and not (path / name).is_file():  # opening a named pipe would block
-            raise CheckpointError(f"{path / name} is not a regular file. Copy the folder again. (LS722)")
+        path = file_path.with_name(name)
+        if path.exists() and not path.is_file():  # opening a named pipe would block
+            raise CheckpointError(f"{path} is not a regular file. Copy the folder again. (LS722)")
     return metadata
 
 

@@ -4,6 +4,7 @@ File names are ambiguous: Lightning, TensorFlow and Lockstep all use `.ckpt`. So
 read to the CPU: `torch.save` stores each tensor's device, which may belong to another worker here.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.checkpoint.file import load_checkpoint
-from lockstep.checkpoint.interop.folders import INDEX_SUFFIX, METADATA_NAME, find_weight_files
 from lockstep.checkpoint.interop.locate import find_weights, split_extra
 from lockstep.checkpoint.interop.pickled import LEGACY_MAGIC, read_archive, refuse_pickle
 from lockstep.checkpoint.manifest import decode_state
 from lockstep.checkpoint.step_files import MANIFEST_KEY, find_last_by_name
 from lockstep.errors import CheckpointError
 
+METADATA_NAME = ".metadata"
+"""The file that every folder of torch.distributed.checkpoint contains."""
+_INDEX_SUFFIX = ".index.json"
+"""Suffix of the file that maps each tensor to its shard file."""
+_STEMS = ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
+_USUAL_FILES = tuple(f"{stem}{suffix}" for suffix in (".safetensors", ".bin") for stem in _STEMS)
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+_SHOWN = 6
 _SIGNATURE_BYTES = 512
 _TAR_NAME_AT = 257
 _SHARDING_KEY = "DCP_SHARDING_INFO"
@@ -64,7 +72,7 @@ def read_weights(path: Path, key: str | None = None) -> ForeignWeights:
         if (path / METADATA_NAME).is_file():
             from lockstep.checkpoint.interop.distributed import DistributedCheckpoint  # deferred: it imports a lot
 
-            folder = DistributedCheckpoint(path)
+            folder = DistributedCheckpoint(path / METADATA_NAME)
             content = _Content(folder.structure, "a folder of torch.distributed.checkpoint")
         else:
             content = _read_folder(path) if path.is_dir() else _read_file(path)
@@ -117,7 +125,7 @@ def _read_folder(path: Path) -> _Content:
     if last is not None:
         content = _read_file(last)
         return content._replace(form=f"{content.form}, {last.name}, the newest in a run directory")
-    name, weight_map = find_weight_files(path)
+    name, weight_map = _find_weight_files(path)
     if weight_map is None:
         content = _read_file(path / name)
         return content._replace(form=f"{content.form}, {name} in a folder")
@@ -137,7 +145,52 @@ def _read_folder(path: Path) -> _Content:
             f"{path / name} names {len(absent)} tensors that are not in its shards, for example {absent[0]}. Download "
             "the shards and the index again, from one version. (LS725)"
         )
-    return _Content(value=merged, form=f"{len(shards)} shards of {name.removesuffix(INDEX_SUFFIX)}")
+    return _Content(value=merged, form=f"{len(shards)} shards of {name.removesuffix(_INDEX_SUFFIX)}")
+
+
+def _find_weight_files(folder: Path) -> tuple[str, Mapping[str, str] | None]:
+    """Return the name of a folder's weight file and None, or the name of its index and the index's weight map.
+
+    An index is preferred to a single file, and safetensors to pickles, as in the Hugging Face libraries.
+    """
+    files = sorted(path.name for path in folder.iterdir() if path.is_file())
+    for name in _USUAL_FILES:
+        if f"{name}{_INDEX_SUFFIX}" in files:
+            return f"{name}{_INDEX_SUFFIX}", _read_index(folder / f"{name}{_INDEX_SUFFIX}")
+        if name in files:
+            return name, None
+    others = [name for name in files if name.endswith(_SUFFIXES)]
+    if len(others) == 1:
+        return others[0], None
+    if others:
+        raise CheckpointError(
+            f"{folder} holds {len(others)} weight files and no index: {', '.join(others[:_SHOWN])}. Give the path of "
+            "one of them. (LS720)"
+        )
+    held = f"it holds {', '.join(files[:_SHOWN])}" if files else "it holds no files"
+    raise CheckpointError(
+        f"{folder} is a folder without weights: {held}. Expected a run directory, a folder of "
+        "torch.distributed.checkpoint or the folder of a Hugging Face model. (LS720)"
+    )
+
+
+def _read_index(path: Path) -> Mapping[str, str]:
+    try:
+        weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not a valid index of shards: {error!r}. Download it again. (LS725)"
+        ) from error
+    if not weight_map:
+        raise CheckpointError(f"{path} is an index without shards. Download it again. (LS725)")
+    for file in {str(file) for file in weight_map.values()}:
+        if Path(file).name != file or file in {"", ".", ".."}:
+            raise CheckpointError(f"{path} points to {file!r}, outside its folder, so nothing was read. (LS725)")
+        if not (path.parent / file).is_file():
+            raise CheckpointError(
+                f"{path} names the shard {file}, which does not exist. Download the missing shards. (LS725)"
+            )
+    return {str(name): str(file) for name, file in weight_map.items()}
 
 
 def _read_file(path: Path) -> _Content:

@@ -107,10 +107,7 @@ def _shares(run: RunData) -> dict[int, dict[str, float]]:
 
 def _slowest_part(run: RunData) -> str:
     """Return what bounds the last steps, and why a worker is slow, in the words of the doctor; empty if too short."""
-    launcher = next((each for each in run.recording if each.is_launchers), None)
-    begins = [int(each.table["begin"].min()) for each in run.workers if len(each.table)]
-    usage = recorded_usage(launcher, min(begins, default=0)) if launcher is not None else {}
-    found = find_slow(run.workers, usage)
+    found = find_slow(run.workers, recorded_usage(run.launcher, run.workers))
     return found.text if found.workers else ""
 
 

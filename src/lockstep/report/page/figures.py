@@ -59,8 +59,7 @@ def draw_curve(runs: Sequence[RunData], step_key: str | None, epoch_keys: Sequen
 
 def draw_memory(run: RunData) -> Any | None:
     """Return a figure with the memory of each worker, as the launcher saw it; None if that was not recorded."""
-    launcher = next((each for each in run.recording if each.is_launchers), None)
-    usage = {} if launcher is None else recorded_usage(launcher, 0)
+    usage = recorded_usage(run.launcher)
     plot = _blank(active_scroll="xwheel_zoom", x_axis_label="s")
     drawn: list[tuple[str, list[Any]]] = []
     for file, colour in zip(run.workers, _cycle(len(run.workers)), strict=True):

@@ -37,6 +37,10 @@ class RunData:
         return sorted((*self.epochs, *self.evaluations), key=lambda row: int(row["global_step"]))
 
     @property
+    def launcher(self) -> FileEvents | None:
+        return next((each for each in self.recording if each.is_launchers), None)
+
+    @property
     def workers(self) -> list[FileEvents]:
         files = sorted(
             (each for each in self.recording if not each.is_launchers),
