@@ -180,7 +180,6 @@ class Settings:
         )
 
     def token(self) -> str:
-        """Return the secret that the workers of one training share; empty if it is not set."""
         return self.variables.get("LOCKSTEP_TOKEN", "")
 
     def check(self) -> bool | None:

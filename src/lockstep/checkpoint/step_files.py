@@ -24,7 +24,6 @@ def is_checkpoint_name(path: Path) -> bool:
 
 
 def global_step_of(path: Path) -> int:
-    """Return the number of updates in the name of a checkpoint, for which `is_checkpoint_name` is true."""
     match = _CHECKPOINT.fullmatch(path.name)
     assert match is not None
     return int(match[1])

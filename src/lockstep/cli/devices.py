@@ -178,7 +178,6 @@ def show_links(links: Sequence[BackendLinks], placement: Placement) -> None:
 
 
 def give_verdict(links: Sequence[BackendLinks], placement: Placement) -> str:
-    """Return in a sentence or two whether every sum was right, and what to do if not."""
     wrong = [(backend, report) for backend, report in _rows(links) if report.problem]
     if not wrong:
         return "Every sum was right."

@@ -60,7 +60,6 @@ def init(
 
 
 def _with_own_classes(text: str, kind: str, folder: Path) -> str:
-    """Return a config with the number of classes that the folder of pictures has."""
     if kind != "images":
         return text
     found = [path for path in (folder / _SAMPLES[kind]).iterdir() if path.is_dir() and not path.name.startswith(".")]

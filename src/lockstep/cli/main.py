@@ -125,7 +125,6 @@ def describe(
 
 
 def main() -> None:
-    """Run the command line."""
     exit_quickly()
     app(prog_name="lockstep")
 

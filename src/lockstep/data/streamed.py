@@ -224,7 +224,6 @@ class StreamedEpoch(EpochSamples):
             line.drop(self._before + (step + 1) * stride)
 
     def bookmark(self, slices: Sequence[SliceKeys]) -> Mapping[str, Any]:
-        """Return the block in which a step begins; empty for none."""
         found = {} if self._is_divided else _first_block(slices).start.to_mapping()
         return {"epoch": self._epoch, **found} if found else {}
 

@@ -77,7 +77,6 @@ def _explain(nvml: ModuleType, error: Any) -> NoGpusError:
 
 
 def _read_index(nvml: ModuleType, index: int, look_up: LookUpHolder) -> Iterator[Gpu]:
-    """Yield the GPU of that number, or its MIG instances."""
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         instances = list(_instances(nvml, handle))

@@ -257,7 +257,6 @@ def _never_by_itself(worker: WorkerState) -> bool:
 
 
 def _cause(worker: WorkerState) -> tuple[str, str]:
-    """Return what a worker for which others wait does, and what to do about it."""
     facts, name = worker.facts, capitalized(worker.name)
     where = f" at {worker.line}" if worker.line else ""
     since = f" For {worker.seconds:.0f} s nothing of it was recorded."

@@ -43,7 +43,6 @@ def find_recording(run_dir: Path | None = None, pid: int | None = None) -> Path:
 
 
 def is_running(header: FileHeader) -> bool:
-    """Return whether the process that wrote a file still runs on this host (local)."""
     return header.start_ticks != 0 and start_ticks(header.pid) == header.start_ticks
 
 

@@ -75,7 +75,6 @@ class Scaling:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the run has the workers that are wanted, and all of them have joined."""
         workers = self._continuation.generation.workers
         is_left = self._leaving.isdisjoint(workers)
         return self._continuation.is_settled and is_left and len(workers) == self.num_wanted

@@ -259,7 +259,6 @@ class LeaveRequest:
         threading.Thread(target=self.ask, name="asks to leave", daemon=True).start()
 
     def refuse(self) -> None:
-        """Take in that this worker cannot leave, whether it has asked or not."""
         with self._changing:
             self._is_refused = True
             has_asked = self._has_asked

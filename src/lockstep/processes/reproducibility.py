@@ -152,7 +152,6 @@ class _NumpyTwister:
             self._words = words if list(words) == [*expected["key"].tolist(), expected["pos"]] else None
 
     def keep(self) -> Callable[[], object]:
-        """Return what puts the present state back."""
         now = self._read()
         if not now:
             return partial(self._random.set_state, self._random.get_state(legacy=False))

@@ -76,7 +76,6 @@ class FileEvents:
         return [self.event(position) for position in positions]
 
     def under_way(self) -> list[OneEvent]:
-        """Return the events that have not ended, oldest first."""
         return [self.event(position) for position in np.flatnonzero(self.table["end"] == 0).tolist()]
 
     def collectives(self) -> dict[int, tuple[int, int]]:

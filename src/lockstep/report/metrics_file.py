@@ -182,7 +182,6 @@ def sum_epoch(path: Path, epoch: int) -> tuple[float, float]:
 
 
 def key_of(event: Event) -> RowKey | None:
-    """Return what the row of an event is for; None for an event without a row."""
     row = row_of(event)
     return None if row is None else key_of_row(row)
 

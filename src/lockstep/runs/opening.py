@@ -327,6 +327,5 @@ def search_path(saved: SavedRun, given: Path | None) -> list[str]:
 
 
 def _find_code(run_dir: Path) -> Path | None:
-    """Return the folder that the run has recorded, if it is still there."""
     folder = Path(str(next(iter(read_starts(run_dir)), {}).get("modules", "")))
     return folder if folder.is_absolute() and folder.is_dir() else None

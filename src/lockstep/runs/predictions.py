@@ -215,7 +215,6 @@ def open_parts(folder: Path, job: Mapping[str, Any]) -> int:
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove the folder and all that `open_parts` and the writer have made in it."""
     for path in folder.iterdir():
         if path.name == _JOB_NAME or _PART.fullmatch(path.name):
             path.unlink()

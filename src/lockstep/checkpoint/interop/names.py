@@ -35,7 +35,6 @@ class Renaming:
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether the names were those of a DataParallel or DistributedDataParallel wrapper."""
         return WRAPPER in self.dropped.split(".")
 
     def rename_module(self, path: str) -> str:

@@ -75,7 +75,6 @@ def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, key
 
 
 def describe_weights(weights: ForeignWeights, renaming: Renaming) -> str:
-    """Return the format of a file and the changes to its names, in words."""
     form = weights.form
     if renaming.is_wrapped:
         form = form.replace("a state_dict", "a DataParallel or DistributedDataParallel state_dict", 1)
@@ -135,7 +134,6 @@ def _bits_differ(first: Tensor, second: Tensor) -> bool:
 
 
 def _shared_names(targets: Mapping[str, Any]) -> list[list[str]]:
-    """Return the groups of names that share one tensor in the model."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, value in targets.items():
         if isinstance(value, Tensor) and not is_lazy(value) and value.layout is torch.strided and value.numel():

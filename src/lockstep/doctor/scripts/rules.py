@@ -243,7 +243,6 @@ def _check_evaluation(source: ScriptSource) -> Iterator[ScriptFinding]:
 
 
 def _evaluated_names(source: ScriptSource) -> set[str]:
-    """Return the names of what is looped over without gradients."""
     found: set[str] = set()
     for loop in ast.walk(source.tree):
         if not isinstance(loop, ast.For) or has_backward(loop):

@@ -110,14 +110,12 @@ class ScriptSource:
             yield node
 
     def function_of(self, node: ast.AST) -> ast.AST:
-        """Return the function in which a node is, or the module."""
         for each in self.ancestors(node):
             if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
                 return each
         return self.tree
 
     def mentions_rank(self, node: ast.AST, depth: int = 2) -> bool:
-        """Return whether an expression depends on the rank, as far as names tell."""
         for each in ast.walk(node):
             if isinstance(each, ast.Name | ast.Attribute):
                 name = each.id if isinstance(each, ast.Name) else each.attr
@@ -200,7 +198,6 @@ def keyword(call: ast.Call, name: str) -> ast.expr | None:
 
 
 def has_unknown_arguments(call: ast.Call) -> bool:
-    """Return whether a call has `*args` or `**kwargs`."""
     return any(each.arg is None for each in call.keywords) or any(isinstance(each, ast.Starred) for each in call.args)
 
 

@@ -194,7 +194,6 @@ class StepParts:
 
 
 def step_parts(table: NDArray[Any]) -> dict[int, StepParts]:
-    """Return the parts of each step in a recording, by its number; of one worker."""
     found = phases(table)
     whole = _by_step(found[:, 3], found[:, 1] - found[:, 0])
     computing = found[found[:, 2] == StepPhase.COMPUTE]
