@@ -48,7 +48,7 @@ def check(run: ls.Run) -> Sequence[list[LinkReport]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", stuck)
         patch.setattr(link_check, "time", clock)  # nobody waits for the limit, and no slow machine reaches it
-        hanging = check_links(current_world(), CPU, limit_seconds=20.0)
+        hanging = check_links(current_world(), CPU)
     return right, broken, hanging
 
 
@@ -64,4 +64,4 @@ def test_every_pair_and_all_are_checked() -> None:
     assert broken[1].problem == "Rank 2: 1 of 262139 sums of torch.float32 are wrong."
 
     assert [report.ranks for report in hanging] == ALL_SETS[:2]
-    assert "Rank 0: an all-reduce of 1 torch.float32 did not end in 20 s." in hanging[1].problem
+    assert "Rank 0: an all-reduce of 1 torch.float32 did not end in 30 s." in hanging[1].problem

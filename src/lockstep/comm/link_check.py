@@ -28,6 +28,7 @@ _LARGEST_SUM: Final = 256
 """bfloat16 has every whole number up to here, so that sums are exact in any order."""
 _PERIOD: Final = 61
 """The values of a rank repeat after so many elements: a part that is in the wrong place is noticed."""
+_LIMIT_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.001
 
 
@@ -48,11 +49,11 @@ class _RankReport:
     """Whether a call has not ended: the device can do no more."""
 
 
-def check_links(world: World, device: torch.device, *, limit_seconds: float = 30.0) -> list[LinkReport]:
+def check_links(world: World, device: torch.device) -> list[LinkReport]:
     """All-reduce tensors whose sums are known over every pair of ranks, then over all (collective over all ranks).
 
     The reports are the same on every rank. They end with the first set of ranks of which a call does not end within
-    `limit_seconds`, their group's making included: then the devices are unusable, and the process should exit.
+    `_LIMIT_SECONDS`, their group's making included: then the devices are unusable, and the process should exit.
     """
     store = None if world.group is None else group_store(world.group)
     if world.group is None or store is None:
@@ -61,8 +62,8 @@ def check_links(world: World, device: torch.device, *, limit_seconds: float = 30
     reports: list[LinkReport] = []
     for ranks in _sets_of_ranks(world.world_size):
         place = PrefixStore(f"link_check/{number}/{ranks}", store)
-        place.set(str(world.rank), to_stored(_check_set(ranks, world, device, limit_seconds)))
-        found = [_read(place, rank, limit_seconds) for rank in range(world.world_size)]
+        place.set(str(world.rank), to_stored(_check_set(ranks, world, device)))
+        found = [_read(place, rank) for rank in range(world.world_size)]
         problems = [report.problem for report in found if report.problem]
         reports.append(
             LinkReport(
@@ -82,12 +83,12 @@ def _sets_of_ranks(world_size: int) -> Iterator[tuple[int, ...]]:
     yield tuple(range(world_size))
 
 
-def _check_set(ranks: tuple[int, ...], world: World, device: torch.device, limit_seconds: float) -> _RankReport:
-    end = time.monotonic() + limit_seconds
+def _check_set(ranks: tuple[int, ...], world: World, device: torch.device) -> _RankReport:
+    end = time.monotonic() + _LIMIT_SECONDS
     seconds, problem = 0.0, ""
     try:
         # Longer than the limit: at its own timeout NCCL ends the process.
-        group: Any = dist.new_group(list(ranks), timeout=timedelta(seconds=2 * limit_seconds))
+        group: Any = dist.new_group(list(ranks), timeout=timedelta(seconds=2 * _LIMIT_SECONDS))
         if world.rank not in ranks:
             return _RankReport(seconds=0.0, problem="", is_stuck=False)
         for length, dtype in itertools.product(_LENGTHS, _DTYPES):
@@ -95,7 +96,7 @@ def _check_set(ranks: tuple[int, ...], world: World, device: torch.device, limit
             wrong = _count_wrong(length, dtype, ranks, ranks.index(world.rank), device, group, end)
             seconds = time.monotonic() - started
             if wrong is None:
-                problem = f"Rank {world.rank}: an all-reduce of {length} {dtype} did not end in {limit_seconds:g} s."
+                problem = f"Rank {world.rank}: an all-reduce of {length} {dtype} did not end in {_LIMIT_SECONDS:g} s."
                 return _RankReport(seconds=0.0, problem=problem, is_stuck=True)
             if wrong and not problem:  # and go on: the other ranks do
                 problem = f"Rank {world.rank}: {wrong} of {length} sums of {dtype} are wrong."
@@ -136,10 +137,12 @@ def _values(length: int, number: int, num_ranks: int) -> Tensor:
     return pattern.repeat(-(-length // _PERIOD))[:length].float()
 
 
-def _read(place: Store, rank: int, limit_seconds: float) -> _RankReport:
+def _read(place: Store, rank: int) -> _RankReport:
     try:
-        place.wait([str(rank)], timedelta(seconds=3 * limit_seconds))
+        place.wait([str(rank)], timedelta(seconds=3 * _LIMIT_SECONDS))
     except dist.DistError:
-        problem = f"Rank {rank} did not report within {3 * limit_seconds:g} s: it has ended, or a call does not return."
+        problem = (
+            f"Rank {rank} did not report within {3 * _LIMIT_SECONDS:g} s: it has ended, or a call does not return."
+        )
         return _RankReport(seconds=0.0, problem=problem, is_stuck=True)
     return read_record(str(rank), place.get(str(rank)), _RankReport)

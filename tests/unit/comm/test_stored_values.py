@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
+from lockstep.comm.bootstrap import handshake
 from lockstep.comm.bootstrap.handshake import Announcement, run_handshake
 from lockstep.comm.hosts import GroupMembers, find_hosts
 from lockstep.comm.stored_values import Deadline, read_record, to_stored
@@ -25,14 +26,17 @@ def test_what_a_worker_has_written_is_read() -> None:
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 @pytest.mark.parametrize("key", ["lockstep/0/handshake/first", "lockstep/0/handshake/place/0", "lockstep/decided"])
-def test_garbage_under_a_key_of_the_handshake_is_named(key: str, garbage: str | bytes) -> None:
+def test_garbage_under_a_key_of_the_handshake_is_named(
+    key: str, garbage: str | bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A raw ValueError or TypeError ended the run, and named no key.
     store = HashStore()
     store.set(key, garbage)
     if garbage == "" and key != "lockstep/decided":
         pytest.skip("an empty value is that of a key that is not set")
+    monkeypatch.setattr(handshake, "RESPONSE_SECONDS", 0.1)
     with pytest.raises(GroupError, match=f"under the key '{key.rpartition('handshake/')[2]}', which no worker"):
-        run_handshake(store, ME, timeout=TIMEOUT, response_seconds=0.1)
+        run_handshake(store, ME, timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)

@@ -96,8 +96,6 @@ def run_handshake(
     timeout: timedelta,
     hosted_at: str = "",
     problem: str = "",
-    response_seconds: float = RESPONSE_SECONDS,
-    warning_seconds: float = WARNING_SECONDS,
 ) -> int | None:
     """Wait until every rank is present with the same settings (collective); return the number of the generation.
 
@@ -112,12 +110,10 @@ def run_handshake(
     handshake: _Handshake | None = None
     try:
         generation = _latest_decided(store)
-        while not (handshake := _Handshake(store, generation, me, start, response_seconds, warning_seconds)).run(
-            timeout, problem
-        ):
+        while not (handshake := _Handshake(store, generation, me, start)).run(timeout, problem):
             generation += 1
             others = handshake.first_member_of_other_world() if hosted_at else None
-            if others is not None and not _Handshake(store, generation, me, start, response_seconds).has_begun():
+            if others is not None and not _Handshake(store, generation, me, start).has_begun():
                 raise GroupError(_explain_closed_world(hosted_at, me, others))
     except dist.DistNetworkError as error:
         if hosted_at and me.rank != 0 and (generation > 0 or handshake is None or not handshake.has_place):
@@ -126,14 +122,14 @@ def run_handshake(
     return generation
 
 
-def report_duplicate_rank(store: Store, me: Announcement, *, response_seconds: float = RESPONSE_SECONDS) -> str:
+def report_duplicate_rank(store: Store, me: Announcement) -> str:
     """Report the worker that has this worker's rank and serves `store`, if both belong to one world.
 
     Called by a second rank 0, which could not open a store of its own. In one world all workers raise; otherwise this
     returns the process that serves the store, as text, or an empty text if there is no handshake.
     """
     for generation in itertools.count(_latest_decided(store)):
-        handshake = _Handshake(store, generation, me, time.monotonic(), response_seconds)
+        handshake = _Handshake(store, generation, me, time.monotonic())
         decision = handshake.decision()
         if decision is None or decision.outcome is Outcome.COMPLETE:
             break
@@ -148,22 +144,12 @@ def report_duplicate_rank(store: Store, me: Announcement, *, response_seconds: f
 
 @final
 class _Handshake:
-    def __init__(
-        self,
-        store: Store,
-        generation: int,
-        me: Announcement,
-        start: float,
-        response_seconds: float,
-        warning_seconds: float = WARNING_SECONDS,
-    ) -> None:
+    def __init__(self, store: Store, generation: int, me: Announcement, start: float) -> None:
         self._root = store
         self._generation = generation
         self._store = PrefixStore(f"lockstep/{generation}/handshake", store)
         self._me = me
         self._start = start
-        self._response_seconds = response_seconds
-        self._warning_seconds = warning_seconds
         self.has_place = False
 
     def run(self, timeout: timedelta, problem: str) -> bool:
@@ -208,7 +194,7 @@ class _Handshake:
         self._store.set(f"member/{self._me.token}", "yes")
         if self._store.add("taken", 1) == self._me.world_size:
             self._wake_all("all are here")
-        response_seconds = min(self._response_seconds, timeout.total_seconds())
+        response_seconds = min(RESPONSE_SECONDS, timeout.total_seconds())
         left = self._start + timeout.total_seconds() - time.monotonic()
         # Wait this long at least: other workers may be about to switch from an abandoned generation.
         if not self._wait_for_wake(response_seconds if problem else max(left, response_seconds)):
@@ -217,24 +203,24 @@ class _Handshake:
 
     def _wait_for_wake(self, seconds: float) -> bool:
         """Wait for the wake key; after a long wait, warn once which ranks are missing."""
-        if seconds <= self._warning_seconds:
+        if seconds <= WARNING_SECONDS:
             return self._wait(["wake"], seconds)
-        if self._wait(["wake"], self._warning_seconds):
+        if self._wait(["wake"], WARNING_SECONDS):
             return True
         present = [rank for rank in range(self._me.world_size) if self._store.check([f"place/{rank}"])]
         missing = sorted(set(range(self._me.world_size)) - set(present))
         if missing and self._me.rank == present[0]:
             warnings.warn(
-                f"{_name_ranks(missing)} of {self._me.world_size} did not connect in {self._warning_seconds:.3g} s; "
-                f"{_name_ranks(present).lower()} will wait {seconds - self._warning_seconds:.0f} s more. (LS109)",
+                f"{_name_ranks(missing)} of {self._me.world_size} did not connect in {WARNING_SECONDS:.3g} s; "
+                f"{_name_ranks(present).lower()} will wait {seconds - WARNING_SECONDS:.0f} s more. (LS109)",
                 stacklevel=stacklevel_of_user(),
             )
-        return self._wait(["wake"], seconds - self._warning_seconds)
+        return self._wait(["wake"], seconds - WARNING_SECONDS)
 
     def report_mistake(self, other: Announcement, mistake: str) -> _HandshakeResult:
         """Publish a mistake that involves `other`, if its process still runs (see [Note: liveness check])."""
         self._wake_all("a mistake")
-        if not self._wait([f"alive/{other.rank}"], self._response_seconds):
+        if not self._wait([f"alive/{other.rank}"], RESPONSE_SECONDS):
             return self._decide(Outcome.ABANDONED)
         return self._decide(Outcome.FAILED, mistake, max(other.world_size, self._me.world_size))
 
@@ -242,7 +228,7 @@ class _Handshake:
         """Wait until the others have read the decision, but not for long (see [Note: wait before raising])."""
         with contextlib.suppress(dist.DistNetworkError):  # rank 0 has exited, and its store with it
             if self._store.add("num_read", 1) < decision.num_readers:
-                self._wait(["closed"], self._response_seconds)
+                self._wait(["closed"], RESPONSE_SECONDS)
             self._store.set("closed", "yes")
 
     def _show_alive(self, problem: str) -> _HandshakeResult:
@@ -253,7 +239,7 @@ class _Handshake:
             if self._store.add("living", 1) == self._me.world_size:
                 return self._decide(Outcome.COMPLETE)
         # The worker that set the wake key waits once for the others to show that they run, and then decides.
-        self._wait(["decision"], 2 * self._response_seconds)
+        self._wait(["decision"], 2 * RESPONSE_SECONDS)
         return self._decide(Outcome.FAILED if problem else Outcome.ABANDONED, problem, self._me.world_size)
 
     def _decide_at_timeout(self, problem: str) -> _HandshakeResult:
@@ -261,7 +247,7 @@ class _Handshake:
         self._wake_all("time is up")
         self._store.set(f"alive/{self._me.rank}", "yes")
         ranks = range(self._me.world_size)
-        self._wait([f"alive/{rank}" for rank in ranks if self._store.check([f"place/{rank}"])], self._response_seconds)
+        self._wait([f"alive/{rank}" for rank in ranks if self._store.check([f"place/{rank}"])], RESPONSE_SECONDS)
         living = [rank for rank in ranks if self._store.check([f"alive/{rank}"])]
         missing = sorted(set(ranks) - set(living))
         if not (missing or problem):

@@ -106,13 +106,11 @@ def find_store_location(init_method: str, store: Store | None, variables: WorldV
     return StoreLocation(url=init_method, scheme=url.scheme, host=host, port=port, is_hosted=is_hosted, store=store)
 
 
-def open_store(
-    location: StoreLocation, rank: int, world_size: int, timeout: timedelta, *, answer_seconds: float = ANSWER_SECONDS
-) -> OpenedStore | None:
+def open_store(location: StoreLocation, rank: int, world_size: int, timeout: timedelta) -> OpenedStore | None:
     """Open the store (on every rank); None if this worker should serve it and another program has the port."""
     found = location.store
     if found is None and location.host:
-        found = _connect(location, rank, timeout, answer_seconds)
+        found = _connect(location, rank, timeout)
         if found is None:
             return None
     elif found is None:
@@ -163,21 +161,21 @@ def explain_port_in_use(location: StoreLocation, process: str) -> str:
     )
 
 
-def _connect(location: StoreLocation, rank: int, timeout: timedelta, answer_seconds: float) -> Store | None:
+def _connect(location: StoreLocation, rank: int, timeout: timedelta) -> Store | None:
     start = time.monotonic()
     end = start + timeout.total_seconds()
     serves = rank == 0 and location.is_hosted
     if location.host in _LOOPBACK_NAMES and not has_loopback():
         raise GroupError(f"Rank {rank} cannot reach {location.address}. {NO_LOOPBACK} (LS110)")
     while True:
-        refusal = _await_name(location, end) if serves else _await_store(location, rank, end, answer_seconds)
+        refusal = _await_name(location, end) if serves else _await_store(location, rank, end)
         cause: dist.DistError | None = None
         if refusal is None:
             # No longer than an answer may take: no code joins that thread, and if it returns while the interpreter
             # ends, the process aborts.
-            seconds = max(min(end - time.monotonic(), answer_seconds), _LEAST_SECONDS)
+            seconds = max(min(end - time.monotonic(), ANSWER_SECONDS), _LEAST_SECONDS)
             try:
-                store = _have_torch_open(location, rank, seconds, math.inf if serves else answer_seconds)
+                store = _have_torch_open(location, rank, seconds, math.inf if serves else ANSWER_SECONDS)
             except dist.DistError as error:
                 if "EADDRINUSE" in str(error):
                     return None
@@ -255,16 +253,15 @@ def listen_for_store(host: str, port: int) -> socket.socket | None:
     return listener
 
 
-def _await_store(location: StoreLocation, rank: int, end: float, answer_seconds: float) -> OSError | None:
+def _await_store(location: StoreLocation, rank: int, end: float) -> OSError | None:
     """Wait until a store answers; return the last error if none does until `end`."""
     start = time.monotonic()
     while True:
         refusal = _await_listener(location, end)
         if refusal is not None:
             return refusal
-        found = probe_store(
-            location.host, location.port, min(max(end - time.monotonic(), _LEAST_SECONDS), answer_seconds)
-        )
+        seconds = min(max(end - time.monotonic(), _LEAST_SECONDS), ANSWER_SECONDS)
+        found = probe_store(location.host, location.port, seconds)
         if found is Probe.STORE:
             return None
         if found is Probe.SILENT:

@@ -11,15 +11,24 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, Store
 
+from lockstep.comm.bootstrap import handshake
 from lockstep.comm.bootstrap.handshake import Announcement, report_duplicate_rank, run_handshake
 from lockstep.errors import GroupError
 
 Outcome = int | str | None
 LONG = timedelta(seconds=30)
-PATIENT: dict[str, Any] = {"timeout": LONG, "response_seconds": 20}
-"""For a call in which everybody answers: a machine with much else to do makes nobody look dead."""
-SHORT: dict[str, Any] = {"response_seconds": 0.5}
-"""For a call in which somebody will not answer."""
+
+
+@pytest.fixture(autouse=True)
+def long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For calls in which everybody answers: a machine with much else to do makes nobody look dead."""
+    monkeypatch.setattr(handshake, "RESPONSE_SECONDS", 20.0)
+
+
+@pytest.fixture
+def short_wait(long_wait: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a call in which somebody will not answer."""
+    monkeypatch.setattr(handshake, "RESPONSE_SECONDS", 0.5)
 
 
 @final
@@ -66,12 +75,12 @@ def world(*ranks: int, life: str = "") -> list[Announcement]:
 def kill_while_waiting(store: Store, me: Announcement) -> None:
     fatal = FatalStore(store)
     with pytest.raises(Killed):
-        run_handshake(fatal, me, **PATIENT)
+        run_handshake(fatal, me, timeout=LONG)
 
 
 def answer(store: Store, me: Announcement, **options: Any) -> Outcome:
     try:
-        return run_handshake(store, me, **{**PATIENT, **options})
+        return run_handshake(store, me, **{"timeout": LONG, **options})
     except GroupError as error:
         return str(error)
 
@@ -161,9 +170,13 @@ def test_missing_ranks_are_named() -> None:
     assert_all_raise(outcomes, "Ranks 1, 3 did not connect: ranks 0, 2 waited", "WORLD_SIZE is too large")
 
 
-def test_a_long_wait_is_not_silent() -> None:
+@pytest.mark.usefixtures("short_wait")
+def test_a_long_wait_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "WARNING_SECONDS", 0.1)
+    store = HashStore()
+    kill_while_waiting(store, worker(2, 4))  # it would warn too, if it were the first to look
     with pytest.warns(UserWarning, match="Ranks 1, 3 of 4 did not connect in 0.1 s; ranks 0, 2 will wait") as said:
-        give_up(worker(2, 4), worker(0, 4), timeout=timedelta(seconds=1), warning_seconds=0.1)
+        answer(store, worker(0, 4), timeout=timedelta(seconds=1))
     assert len(said) == 1
 
 
@@ -188,8 +201,9 @@ def test_what_keeps_one_worker_away_is_told_to_all(call: Call) -> None:
     assert outcomes == ["Rank 1 has no nccl."] * 3
 
 
+@pytest.mark.usefixtures("short_wait")
 def test_a_worker_that_cannot_take_part_does_not_wait_for_the_others() -> None:
-    assert answer(HashStore(), worker(1), problem="Rank 1 has no nccl.", **SHORT) == "Rank 1 has no nccl."
+    assert answer(HashStore(), worker(1), problem="Rank 1 has no nccl.") == "Rank 1 has no nccl."
 
 
 def test_a_difference_between_workers_says_more_than_that_one_cannot_take_part(call: Call) -> None:
@@ -222,24 +236,27 @@ def test_after_a_failure_the_workers_can_meet(call: Call) -> None:
     assert call(store, world(0, 1, 2)) == [1, 1, 1]
 
 
+@pytest.mark.usefixtures("short_wait")
 def test_a_second_worker_is_told_from_a_dead_one(call: Call) -> None:
     # torchrun's agent kills the workers that wait and starts all again, over the same store.
     store = HashStore()
     kill_while_waiting(store, worker(0, process="the killed"))
-    assert_all_meet_later(call(store, world(0, 1, 2), **SHORT))
+    assert_all_meet_later(call(store, world(0, 1, 2)))
 
 
-def test_a_world_is_not_complete_with_a_dead_worker(call: Call) -> None:
+def test_a_world_is_not_complete_with_a_dead_worker(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "RESPONSE_SECONDS", 1.5)
     store = HashStore()
     kill_while_waiting(store, worker(0, process="the killed"))
-    outcomes = call(store, [worker(1), worker(2)], timeout=timedelta(seconds=5), response_seconds=1.5)
+    outcomes = call(store, [worker(1), worker(2)], timeout=timedelta(seconds=5))
     assert_all_raise(outcomes, "Rank 0 did not connect: ranks 1, 2 waited")
 
 
+@pytest.mark.usefixtures("short_wait")
 def test_what_the_dead_were_told_does_not_count(call: Call) -> None:
     store = HashStore()
     kill_while_waiting(store, worker(0, world_size=7, process="the killed"))
-    assert_all_meet_later(call(store, world(0, 1), **SHORT))
+    assert_all_meet_later(call(store, world(0, 1)))
 
 
 def test_a_worker_that_was_interrupted_can_come_again(call: Call) -> None:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from lockstep.comm.bootstrap import store
 from lockstep.comm.bootstrap.identity import read_torch_variables
 from lockstep.comm.bootstrap.store import StoreLocation, connect_to_other, find_store_location, open_store
 from lockstep.errors import GroupError
@@ -70,10 +71,10 @@ def test_a_method_without_host_or_port_is_refused(url: str) -> None:
 
 
 def test_a_store_that_the_caller_has_is_used() -> None:
-    store = dist.HashStore()
-    place = open_store(find_store_location("env://", store, read_torch_variables({})), 1, 2, SHORT)
+    given = dist.HashStore()
+    place = open_store(find_store_location("env://", given, read_torch_variables({})), 1, 2, SHORT)
     assert place is not None
-    assert place.store is store
+    assert place.store is given
     assert (place.rank, place.world_size) == (1, 2)
 
 
@@ -96,11 +97,14 @@ def test_a_worker_that_comes_first_waits_for_rank_0(closed_port: int) -> None:
     assert found[0].rank == 1
 
 
-def test_a_program_that_listens_but_does_not_answer_is_no_store(listener: socket.socket) -> None:
+def test_a_program_that_listens_but_does_not_answer_is_no_store(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "ANSWER_SECONDS", 0.1)
     port = listener.getsockname()[1]
     start, threads = time.monotonic(), threading.active_count()
     with pytest.raises(GroupError, match=f"127.0.0.1:{port} in .* s: a program listens there"):
-        open_store(here(port), 1, 2, LONG, answer_seconds=0.1)
+        open_store(here(port), 1, 2, LONG)
     assert time.monotonic() - start < LONG.total_seconds() / 2
     assert connect_to_other(here(port), SHORT) is None
     # A thread that still waits in torch's client prints C++ frames later, and aborts the process at its end.
