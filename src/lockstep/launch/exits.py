@@ -6,7 +6,7 @@ Pure, but for `read_oom_kills` and `KillerNames`, which calls it.
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -131,19 +131,19 @@ def _last_error(traceback: str) -> str:
     return errors[-1] if errors else ""
 
 
-def users_part(traceback: str, libraries: tuple[str, ...] = LIBRARIES) -> str:
+def users_part(traceback: str) -> str:
     """Return a traceback from the user's first frame on, or its last frame if it has none of the user's."""
     kept: list[str] = []
     for block in _blocks(traceback.splitlines()):
         starts = [number for number, line in enumerate(block) if _FRAME.match(line)]
-        own = [number for number in starts if not _FRAME.match(block[number])[1].startswith(libraries)]  # type: ignore[index]
+        own = [number for number in starts if not _FRAME.match(block[number])[1].startswith(LIBRARIES)]  # type: ignore[index]
         kept += block[: starts[0]] + block[(own or starts[-1:])[0] :] if starts else block
     return "\n".join(kept)
 
 
-def has_users_frame(traceback: str, libraries: tuple[str, ...] = LIBRARIES) -> bool:
+def has_users_frame(traceback: str) -> bool:
     frames = filter(None, map(_FRAME.match, traceback.splitlines()))
-    return any(not frame[1].startswith(libraries) for frame in frames)
+    return any(not frame[1].startswith(LIBRARIES) for frame in frames)
 
 
 def _blocks(lines: Sequence[str]) -> list[list[str]]:
@@ -226,22 +226,16 @@ def name_killer(before: OomKills, after: OomKills) -> str:
 class KillerNames:
     """Says, for one launch, who has sent the SIGKILL that has just ended a worker."""
 
-    def __init__(
-        self,
-        read: Callable[[], OomKills] = read_oom_kills,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._read = read
-        self._clock = clock
-        self._before = self._latest = read()
-        self._named_at = clock()
+    def __init__(self) -> None:
+        self._before = self._latest = read_oom_kills()
+        self._named_at = time.monotonic()
 
     def name(self) -> str:
         """Return who it was, by what the out-of-memory killer did since the kills that were named before."""
-        now = self._clock()
+        now = time.monotonic()
         if now - self._named_at >= _SAME_KILLS_SECONDS:
             self._before = self._latest
-        self._latest, self._named_at = self._read(), now
+        self._latest, self._named_at = read_oom_kills(), now
         return name_killer(self._before, self._latest)
 
 

@@ -24,7 +24,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -382,9 +382,9 @@ def kernel_address(address: tuple[str, int]) -> str:
     return f"{number:08X}:{address[1]:04X}"
 
 
-def read_sockets(tables: Sequence[Path] = _TABLES) -> Iterator[TcpSocket]:
+def read_sockets() -> Iterator[TcpSocket]:
     """Yield the TCP sockets of this host; `OSError` where the kernel does not list them: this is not Linux."""
-    first, *others = tables
+    first, *others = _TABLES
     texts = [first.read_text(), *(table.read_text() for table in others if table.exists())]  # a kernel without IPv6
     for line in (line for text in texts for line in text.splitlines()[1:]):
         fields = line.split()

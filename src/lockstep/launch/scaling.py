@@ -13,7 +13,6 @@ A new worker imports, builds, and waits. Then it joins at a step boundary.
 import logging
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -51,7 +50,7 @@ class Scaling:
     `problem` says why the last new worker did not join; empty if it did.
     """
 
-    def __init__(self, launch: RunningLaunch, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, launch: RunningLaunch) -> None:
         self.num_wanted = len(launch.continuation.generation.workers)
         self.problem = ""
         self._pool = launch.pool
@@ -60,7 +59,6 @@ class Scaling:
         self._loading_limit = launch.elastic.loading_limit
         self._num_spares = launch.elastic.spares
         self._force = launch.force
-        self._clock = clock
         self._new: dict[int, Worker] = {}
         self._leaving: set[int] = set()
         self._vacant: list[Device] = []
@@ -107,9 +105,9 @@ class Scaling:
         """Decide for each killed loading process whether it is started anew: it counts as a lost worker does."""
         reports, self._continuation.reports.lost_loading = self._continuation.reports.lost_loading, []
         for worker, report in reports:
-            goes_on = may_respawn(self._loading_limit, self._respawned_at, self._clock())
+            goes_on = may_respawn(self._loading_limit, self._respawned_at, time.monotonic())
             if goes_on:
-                self._respawned_at.append(self._clock())
+                self._respawned_at.append(time.monotonic())
             self._continuation.tell_of_loading_loss(worker, report, goes_on=goes_on)
 
     def take_end(self, worker: Worker) -> None:
@@ -122,8 +120,8 @@ class Scaling:
             return
         if was_new and worker.end is not End.LOST:
             self._give_up(worker)
-        elif may_respawn(self._limit, self._respawned_at, self._clock()):
-            self._respawned_at.append(self._clock())
+        elif may_respawn(self._limit, self._respawned_at, time.monotonic()):
+            self._respawned_at.append(time.monotonic())
             self._vacant.append(worker.device)
         elif was_new:
             self.problem = f"The new worker {number} was {worker.describe_end()}."
@@ -155,7 +153,7 @@ class Scaling:
         limits = continuation.limits
         num_left = len([worker for worker in members if worker not in {*asked, *self._leaving}])
         for worker, since in list(asked.items()):
-            if self._clock() - since < _GATHER_SECONDS:
+            if time.monotonic() - since < _GATHER_SECONDS:
                 continue
             del asked[worker]
             if worker in self._new and not self._pool.is_stopping:

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import Self, final
 
 from lockstep.errors import WorkerFailedError
-from lockstep.processes.host import StackLine, stack_of_thread
+from lockstep.processes.host import stack_of_thread
 
 TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end the launcher: Ctrl-C, `kill`, a closed terminal, Ctrl-backslash."""
@@ -191,9 +191,9 @@ class Stand:
     """The line that runs, the user's if there is one: "train.py, line 31, in loss"."""
 
 
-def look_at_main_thread(stack_of: Callable[[int | None], Sequence[StackLine]] = stack_of_thread) -> Stand:
+def look_at_main_thread() -> Stand:
     """Return where the main thread stands, in wait for other workers or in something of its own (in any thread)."""
-    stack = stack_of(threading.main_thread().ident)
+    stack = stack_of_thread(threading.main_thread().ident)
     if not stack:
         return Stand(waits=False, place="no line of Python")
     waits = stack[0].file.startswith(_REDUCING) or any(

@@ -135,7 +135,7 @@ def has_loopback() -> bool:
     return True
 
 
-def keep_freed_memory(mallopt: Callable[[int, int], int] | None = None) -> None:
+def keep_freed_memory() -> None:
     """Let malloc keep blocks of up to 1 GiB when they are freed, or of 32 MiB; without glibc does nothing (local).
 
     By default malloc returns large blocks to the system, and each step gets them again, page by page. That costs a
@@ -143,7 +143,7 @@ def keep_freed_memory(mallopt: Callable[[int, int], int] | None = None) -> None:
     alone makes it worse: glibc does not adapt the other one then, and gets each block of 128 KiB or more by itself.
     Before 2.35 glibc refuses blocks of more than 32 MiB. See mallopt(3).
     """
-    mallopt = _find_mallopt() if mallopt is None else mallopt
+    mallopt = _find_mallopt()
     if mallopt is not None and (
         mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) or mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK_OF_OLD)
     ):

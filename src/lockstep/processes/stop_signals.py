@@ -63,11 +63,7 @@ def ignore_stop_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def handle_stop_signals(
-    request: StopRequest,
-    clock: Callable[[], float] = time.monotonic,
-    on_sigterm: Callable[[], None] | None = None,
-) -> Callable[[], None]:
+def handle_stop_signals(request: StopRequest, on_sigterm: Callable[[], None] | None = None) -> Callable[[], None]:
     """Handle stop signals as a request from now on, and unblock them; return a function that restores the handlers.
 
     A signal that was ignored before stays ignored. This does nothing outside the main thread, because only the main
@@ -80,11 +76,11 @@ def handle_stop_signals(
 
     def take(number: int, _frame: object) -> None:
         if number == signal.SIGTERM:
-            if first and clock() - first[0] > _SAME_SECONDS:
+            if first and time.monotonic() - first[0] > _SAME_SECONDS:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 os.kill(os.getpid(), signal.SIGTERM)
             elif not first:
-                first.append(clock())
+                first.append(time.monotonic())
             if on_sigterm is not None:
                 on_sigterm()
                 return

@@ -91,10 +91,10 @@ def find_user_frame(frame: FrameType | None, is_library: Callable[[str], bool] |
     return frame
 
 
-def find_user_stack_line(stack: Sequence[StackLine], libraries: tuple[str, ...] = LIBRARIES) -> StackLine | None:
+def find_user_stack_line(stack: Sequence[StackLine]) -> StackLine | None:
     """Return the first line of a stack, innermost first, that is of no library, nor of what begins a worker."""
     is_worker = len(stack) > 1 and stack[-1].file == "<string>" and stack[-2].file in _STARTS
-    return next((line for line in stack[: -1 if is_worker else None] if not line.file.startswith(libraries)), None)
+    return next((line for line in stack[: -1 if is_worker else None] if not line.file.startswith(LIBRARIES)), None)
 
 
 def _find_caller(frame: FrameType) -> FrameType | None:

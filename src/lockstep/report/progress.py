@@ -1,8 +1,7 @@
 """Progress of a training on rank 0: a progress bar on a terminal, plain lines otherwise."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import final
 
 from rich.console import Console
@@ -117,8 +116,7 @@ class ProgressBar:
 class Speed:
     """Samples per second, and how long the epoch and the run will take, in words."""
 
-    def __init__(self, clock: Callable[[], float] = WorkerRecorder.seconds) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._num_samples = self._total = 0
         self._num_steps: int | None = 0
         self._seen: deque[tuple[float, int]] = deque(maxlen=_NUM_SEEN)
@@ -127,11 +125,11 @@ class Speed:
         self._num_samples, self._num_steps = run.num_train_samples or 0, run.num_steps
         self._total = run.num_epochs * (run.num_steps or 0)
         self._seen.clear()
-        self._seen.append((self._clock(), done))
+        self._seen.append((WorkerRecorder.seconds(), done))
 
     def after(self, step: int) -> str:
         """Return the text after a step; evaluations and saves count as long as they take."""
-        self._seen.append((self._clock(), step))
+        self._seen.append((WorkerRecorder.seconds(), step))
         (began, first), (now, _) = self._seen[0], self._seen[-1]
         if step <= first or now <= began:
             return ""
@@ -150,26 +148,24 @@ class Speed:
 class Bound:
     """What the last steps spent much of their time on besides computing: "61% loading", "45% waiting for rank 1".
 
-    From a recording, by default that of this process. It is read every few seconds, and so seldom that this takes less
+    From the recording of this process. It is read every few seconds, and so seldom that this takes less
     than 0.2 % of the time.
     """
 
-    def __init__(self, directory: Path | None = None, clock: Callable[[], float] = WorkerRecorder.seconds) -> None:
-        self._directory = directory
-        self._clock = clock
+    def __init__(self) -> None:
         self._text = ""
-        self._next_look = clock() + _LOOK_SECONDS
+        self._next_look = WorkerRecorder.seconds() + _LOOK_SECONDS
 
     def text(self) -> str:
-        began = self._clock()
+        began = WorkerRecorder.seconds()
         if began >= self._next_look:
             self._text = self._look()
-            now = self._clock()
+            now = WorkerRecorder.seconds()
             self._next_look = now + max(_LOOK_SECONDS, _LOOK_PAUSE * (now - began))
         return self._text
 
     def _look(self) -> str:
-        directory = self._directory or own_recorder().directory
+        directory = own_recorder().directory
         if directory is None:
             return ""
         try:

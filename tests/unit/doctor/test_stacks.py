@@ -10,6 +10,7 @@ import pytest
 
 from lockstep.doctor.stacks import read_main_stack, take_stack
 from lockstep.doctor.system import look_at
+from lockstep.processes import user_line
 from lockstep.processes.user_line import find_user_stack_line
 from lockstep.recording import stacks
 
@@ -29,8 +30,9 @@ def test_the_main_thread_is_the_last_one() -> None:
     assert [line.number for line in stack] == [171, 31, 40]
 
 
-def test_the_users_line_is_the_innermost_outside_libraries() -> None:
-    frame = find_user_stack_line(read_main_stack(WRITTEN), ("/usr/lib/python3.11",))
+def test_the_users_line_is_the_innermost_outside_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_line, "LIBRARIES", ("/usr/lib/python3.11",))
+    frame = find_user_stack_line(read_main_stack(WRITTEN))
     assert str(frame) == "/home/a b/train.py:31 in hook"
     assert find_user_stack_line([]) is None
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.launch import signals
 from lockstep.launch.continuation import Answer, WorkerReports
 from lockstep.launch.membership import Generation, WorkerLimits
 from lockstep.launch.restarts import Elastic
@@ -182,8 +183,10 @@ def test_after_the_launcher_was_away_everybody_has_time_to_answer() -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_main_thread_waits_in_code_that_exchanges_something(waits: bool) -> None:
+def test_a_main_thread_waits_in_code_that_exchanges_something(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     file = "/python/lib/site-packages/torch/distributed/distributed_c10d.py" if waits else "/home/me/train.py"
-    stand = look_at_main_thread(lambda _thread: [StackLine(file, 1, "loss"), StackLine("/home/me/train.py", 9, "main")])
+    stack = [StackLine(file, 1, "loss"), StackLine("/home/me/train.py", 9, "main")]
+    monkeypatch.setattr(signals, "stack_of_thread", lambda _thread: stack)
+    stand = look_at_main_thread()
     assert stand.waits is waits
     assert waits or stand.place == "train.py, line 1, in loss"

@@ -1,9 +1,11 @@
 """Who sent a SIGKILL, from recorded files of the kernel."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from lockstep.launch import exits
 from lockstep.launch.exits import KillerNames, OomKills, name_killer, read_oom_kills
 
 V2 = {
@@ -58,10 +60,12 @@ def test_the_killer_is_named(
     assert name_killer(*readings).startswith(expected)
 
 
-def test_workers_that_are_killed_together_have_one_killer() -> None:
+def test_workers_that_are_killed_together_have_one_killer(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of a whole control group that reached its limit, only the first was said to be ended by the kernel.
     kills, now = [0], [0.0]
-    names = KillerNames(lambda: OomKills(group=kills[0], host=None), lambda: now[0])
+    monkeypatch.setattr(exits, "read_oom_kills", lambda: OomKills(group=kills[0], host=None))
+    monkeypatch.setattr(exits, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    names = KillerNames()
     now[0], kills[0] = 60.0, 2
     assert names.name().startswith("by the kernel's")
     now[0] = 60.1

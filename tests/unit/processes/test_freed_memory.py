@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from lockstep.processes import host
 from lockstep.processes.host import FREED_MEMORY_VARIABLES, keep_freed_memory
 
 TRIM, MMAP = -1, -3
@@ -43,7 +44,9 @@ def test_memory_that_was_freed_is_not_fetched_again_page_by_page() -> None:
     ("largest", "expected"),
     [(1 << 40, [(MMAP, 1 << 30), (TRIM, 1 << 30)]), (1 << 25, [(MMAP, 1 << 25), (TRIM, 1 << 30)]), (0, [])],
 )
-def test_a_glibc_that_refuses_large_blocks_keeps_smaller_ones(largest: int, expected: list[tuple[int, int]]) -> None:
+def test_a_glibc_that_refuses_large_blocks_keeps_smaller_ones(
+    largest: int, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = []
 
     def mallopt(option: int, value: int) -> int:
@@ -52,5 +55,6 @@ def test_a_glibc_that_refuses_large_blocks_keeps_smaller_ones(largest: int, expe
         taken.append((option, value))
         return 1
 
-    keep_freed_memory(mallopt)
+    monkeypatch.setattr(host, "_find_mallopt", lambda: mallopt)
+    keep_freed_memory()
     assert taken == expected, "with the end of the heap alone, each block of 128 KiB would be fetched anew"

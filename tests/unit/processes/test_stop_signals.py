@@ -3,9 +3,11 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from lockstep.processes import stop_signals
 from lockstep.processes.stop_signals import STOP_SIGNALS, StopRequest, handle_stop_signals, stop_signals_handled
 
 
@@ -69,10 +71,13 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
         ([(signal.SIGUSR1, 0.0), (signal.SIGTERM, 5.0), (signal.SIGTERM, 7.0)], True),
     ],
 )
-def test_the_second_sigterm_ends_the_process(sent: list[tuple[signal.Signals, float]], is_ended: bool) -> None:
+def test_the_second_sigterm_ends_the_process(
+    sent: list[tuple[signal.Signals, float]], is_ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def live() -> bool:
         now = [0.0]
-        handle_stop_signals(StopRequest(), lambda: now[0])
+        monkeypatch.setattr(stop_signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        handle_stop_signals(StopRequest())
         for number, now[0] in sent:
             os.kill(os.getpid(), number)
         return True

@@ -2,6 +2,7 @@ import dataclasses
 import io
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -174,9 +175,10 @@ def test_lines_that_may_fail_are_warned_of_once_and_come_again_when_there_is_roo
     assert [row["global_step"] for row in read_metrics(path)] == [3]
 
 
-def test_the_speed_says_what_is_left_of_epoch_and_run() -> None:
+def test_the_speed_says_what_is_left_of_epoch_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 2.0, 4.0])
-    speed = Speed(lambda: next(times))
+    monkeypatch.setattr(progress.WorkerRecorder, "seconds", lambda: next(times))
+    speed = Speed()
     speed.begin(STARTED, 0)  # 2 epochs of 2 steps, 500 samples each
     assert speed.after(1) == "125 samples/s  left: epoch 0:02, run 0:06"
     assert speed.after(2) == "125 samples/s  left: epoch 0:00, run 0:04"
@@ -201,8 +203,10 @@ def test_the_bar_says_what_takes_long_beside_computing(
         return SlowReport(text="", bound="", behind=behind, workers=(use,))
 
     monkeypatch.setattr(progress, "find_slow", look)
+    monkeypatch.setattr(progress, "own_recorder", lambda: SimpleNamespace(directory=tmp_path))
     now = 0.0
-    bound = progress.Bound(tmp_path, lambda: now)
+    monkeypatch.setattr(progress.WorkerRecorder, "seconds", lambda: now)
+    bound = progress.Bound()
     assert (bound.text(), looks) == ("", [])
     now = 6.0
     assert bound.text() == text
