@@ -38,6 +38,8 @@ OnError = Literal["stop", "warn"]
 
 _NICENESS = 10
 """Nice value of the saving thread, so that the scheduler prefers the training's threads."""
+_WARNING_SECONDS = 10.0
+"""After how long a wait for the save before it is warned of."""
 AfterSave = Callable[[Path], None] | None
 """What `Saver` calls on the saving thread after a file was written, with its path."""
 
@@ -56,12 +58,10 @@ class Saver:
         is_async: bool = True,
         on_error: OnError = "stop",
         on_saved: Callable[[Path], None] | None = None,
-        warn_after_seconds: float = 10.0,
     ) -> None:
         self._is_async = is_async
         self._on_error = on_error
         self._on_saved = on_saved
-        self._warn_after_seconds = warn_after_seconds
         self._copy = StateCopy()
         self._thread: threading.Thread | None = None
         self._throttle = Throttle()
@@ -147,10 +147,10 @@ class Saver:
             warnings.warn(str(failed), stacklevel=stacklevel_of_user())
 
     def _join(self, thread: threading.Thread) -> None:
-        thread.join(self._warn_after_seconds)
+        thread.join(_WARNING_SECONDS)
         if thread.is_alive():
             warnings.warn(
-                f"The previous checkpoint is still being written after a wait of {self._warn_after_seconds:.0f} s. The "
+                f"The previous checkpoint is still being written after a wait of {_WARNING_SECONDS:.0f} s. The "
                 "training waits for it, because two saves never overlap. Save less often, or to a faster disk. (LS707)",
                 stacklevel=stacklevel_of_user(),
             )

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import tokenize
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Final
@@ -107,14 +107,14 @@ def _show(path: Path, findings: Sequence[ScriptFinding] | None) -> None:
     typer.echo(f"{path}: {counted(mistakes, 'mistake')}, {counted(len(findings) - mistakes, 'note')}")
 
 
-def try_script(path: Path, steps: int, start: Callable[..., "subprocess.Popen[bytes]"] = subprocess.Popen) -> Trial:
+def try_script(path: Path, steps: int) -> Trial:
     """Run a script on two CPU workers until they have begun so many steps, or for two minutes (local).
 
     Torch's wrapper and samplers in it are replaced by ours, as with `lockstep run --drop-in`.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder, tempfile.TemporaryFile() as output:
         command = [sys.executable, "-m", "lockstep", "run", "--drop-in", "--devices", "cpu:2", str(path)]
-        job = start(
+        job = subprocess.Popen(  # noqa: S603 - our own interpreter
             command,
             env=read_settings().for_worker({"TMPDIR": folder, "LOCKSTEP_RECORDING": "on"}),
             stdin=subprocess.DEVNULL,

@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Collection
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 import pynvml
@@ -65,10 +64,10 @@ def doctor(
         raise typer.Exit(FAILURE_EXIT)
 
 
-def gpu_use(pids: Collection[int], nvml: ModuleType = pynvml) -> dict[int, str]:
+def gpu_use(pids: Collection[int]) -> dict[int, str]:
     """Return what processes have on GPUs, in words: these, and all others that are on a GPU of one of them (local)."""
     try:
-        gpus, _ = read_gpus(nvml, look_up_holder) if pids else ((), None)
+        gpus, _ = read_gpus(pynvml, look_up_holder) if pids else ((), None)
     except NoGpusError:
         return {}
     found: dict[int, list[str]] = {}

@@ -83,10 +83,10 @@ def _echo(text: str) -> None:
     typer.echo(f"{text}\n`lockstep explain {' '.join(codes)}` says more." if codes else text, err=True)
 
 
-def check_not_redirected(descriptor: int = 1) -> None:
+def check_not_redirected() -> None:
     """Refuse to write to a file such as `=20GiB`, which a shell makes of `auto:3>=20GiB` without quotes."""
     try:
-        target = Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115 - the link's own text
+        target = Path(os.readlink("/proc/self/fd/1"))  # noqa: PTH115 - the link's own text
     except OSError:  # not Linux
         return
     if (found := _CONDITION.fullmatch(target.name)) is not None:

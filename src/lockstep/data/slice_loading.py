@@ -83,7 +83,6 @@ class SliceLoading:
         num_workers: int = 0,
         keeps_processes: bool = False,
         pin_memory: bool = False,
-        read_kills: Callable[[], OomKills] = read_oom_kills,
     ) -> None:
         self._dataset = dataset
         self.load: Final[Callable[[SliceKeys], Any]] = dataset.__getitems__
@@ -91,7 +90,6 @@ class SliceLoading:
         self._num_workers = num_workers
         self._keeps_processes = keeps_processes
         self._pin_memory = pin_memory
-        self._read_kills = read_kills
         self._plan = _SlicePlan()
         self._kept: _LoadingProcesses | None = None
         self._kept_state = 0
@@ -135,11 +133,11 @@ class SliceLoading:
     def _processes(self, plan: _SlicePlan, *, keeps: bool) -> "_LoadingProcesses":
         """Start the loading processes of an epoch, or take those of the one before if they have the present state."""
         if not keeps:
-            return _LoadingProcesses(self._make_loader(plan), self._read_kills)
+            return _LoadingProcesses(self._make_loader(plan))
         state = state_number(self._dataset)
         if self._kept is None or state != self._kept_state:
             self._kept = None  # the old ones end first: together they may need too much memory
-            self._kept, self._kept_state = _LoadingProcesses(self._make_loader(plan), self._read_kills), state
+            self._kept, self._kept_state = _LoadingProcesses(self._make_loader(plan)), state
         return self._kept
 
     def _make_loader(self, plan: Iterable[SliceKeys]) -> DataLoader[Any]:
@@ -226,10 +224,9 @@ class _FirstEnd:
 class _LoadingProcesses:
     """The processes of one DataLoader; a thread ends all when one has ended."""
 
-    def __init__(self, loader: DataLoader[Any], read_kills: Callable[[], OomKills]) -> None:
+    def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
-        self._read_kills = read_kills
-        self._kills_before = read_kills()
+        self._kills_before = read_oom_kills()
         self._iterator: LoaderIterator | None = None
         self._end = _FirstEnd()
 
@@ -249,7 +246,7 @@ class _LoadingProcesses:
                 abandon(self._iterator)
         if self._end.is_known.is_set():
             raise self._lost()
-        self._kills_before = self._read_kills()
+        self._kills_before = read_oom_kills()
 
     def _until_end(self, iterator: LoaderIterator) -> Iterator[Any]:
         while not self._end.is_known.is_set():
@@ -283,7 +280,7 @@ class _LoadingProcesses:
         return self._end.is_known.wait(_END_SECONDS if is_of_connection or "Pin memory thread" in text else 0)
 
     def _lost(self) -> _LostError:
-        return _LostError(self._end.pid, self._end.exit_code, self._kills_before, self._read_kills())
+        return _LostError(self._end.pid, self._end.exit_code, self._kills_before, read_oom_kills())
 
 
 def _end_together(end: _FirstEnd, of_iterator: "weakref.ref[LoaderIterator]", processes: Sequence[BaseProcess]) -> None:

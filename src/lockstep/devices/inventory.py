@@ -85,24 +85,24 @@ class Inventory:
     """Version of NCCL that torch uses; empty where it is not known."""
 
 
-def count_cores(membership: Path = _MEMBERSHIP, groups: Path = _GROUPS) -> int:
+def count_cores() -> int:
     """Return how many cores this process may use, within its affinity and its control groups; 1 or more."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on this system
         cores = psutil.cpu_count() or 1
-    for folder in _own_groups(membership, groups):
+    for folder in _own_groups():
         with contextlib.suppress(OSError, ValueError):  # absent, or "max"
             quota, period = map(int, (folder / "cpu.max").read_text().split())
             cores = min(cores, max(quota // period, 1))
     return cores
 
 
-def measure_memory(membership: Path = _MEMBERSHIP, groups: Path = _GROUPS) -> tuple[int, int]:
+def measure_memory() -> tuple[int, int]:
     """Return how much main memory this process may use, and how much of that is left, in bytes."""
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
-    for folder in _own_groups(membership, groups):
+    for folder in _own_groups():
         with contextlib.suppress(OSError, ValueError):  # absent, or "max"
             limit = int((folder / "memory.max").read_text())
             used = int((folder / "memory.current").read_text())
@@ -110,19 +110,19 @@ def measure_memory(membership: Path = _MEMBERSHIP, groups: Path = _GROUPS) -> tu
     return total, available
 
 
-def _own_groups(membership: Path, groups: Path) -> Iterator[Path]:
+def _own_groups() -> Iterator[Path]:
     """Yield the folders of this process' control group and of its parents, in version 2 of control groups.
 
     They limit a container or a cluster's job. What the kernel reports for the machine does not include these limits.
     """
     try:
-        lines = membership.read_text().splitlines()
+        lines = _MEMBERSHIP.read_text().splitlines()
     except OSError:
         return
     own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::")), None)
     if own is not None:
-        folder = groups / own
-        yield from (folder, *(parent for parent in folder.parents if parent.is_relative_to(groups)))
+        folder = _GROUPS / own
+        yield from (folder, *(parent for parent in folder.parents if parent.is_relative_to(_GROUPS)))
 
 
 def short_label(gpu: Gpu) -> str:

@@ -7,13 +7,12 @@ import platform
 import re
 import runpy
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pynvml
@@ -54,28 +53,21 @@ def measure_own_memory() -> dict[str, int]:
     }
 
 
-def take_inventory(
-    nvml: ModuleType = pynvml,
-    visible: VisibleDevices | None = None,
-    ask: Callable[[], frozenset[str] | None] = ask_driver,
-    torch_problem: str | None = None,
-    measure_own: Callable[[], Mapping[str, int]] = measure_own_memory,
-    read_others: Callable[[], tuple[Gpu, ...]] | None = None,
-) -> Inventory:
-    """Return what this machine has. What is None is found out; an empty `torch_problem`: torch can use GPUs."""
-    visible = read_settings().visible_devices() if visible is None else visible
-    torch_problem = _find_torch_problem() if torch_problem is None else torch_problem
+def take_inventory() -> Inventory:
+    """Return what this machine has."""
+    visible = read_settings().visible_devices()
+    torch_problem = _find_torch_problem()
     driver, is_faulty = None, False
     try:
-        gpus, driver = read_gpus(nvml, partial(look_up_holder, process_ids=read_process_ids()))
-        gpus = assign_own(gpus, measure_own(), os.getpid())
+        gpus, driver = read_gpus(pynvml, partial(look_up_holder, process_ids=read_process_ids()))
+        gpus = assign_own(gpus, measure_own_memory(), os.getpid())
         problem = torch_problem if gpus else "the NVIDIA driver sees no GPU"
-        gpus = _mark_visible(gpus, visible, ask)
+        gpus = _mark_visible(gpus, visible)
     except NoGpusError as error:
         gpus = () if torch_problem or not _can_have_driver() else _read_by_torch(visible.devices)
         problem = "" if gpus else str(error)
         is_faulty = error.is_fault and not gpus
-    if problem and (others := (read_others or _read_other_accelerators)()):
+    if problem and (others := _read_other_accelerators()):
         gpus, problem, is_faulty = others, "", False
     total, available = measure_memory()
     return Inventory(
@@ -143,12 +135,10 @@ def _torch_build() -> dict[str, Any]:
     return {} if found is None else runpy.run_path(str(Path(str(found.origin)).with_name("version.py")))
 
 
-def _mark_visible(
-    gpus: tuple[Gpu, ...], visible: VisibleDevices, ask: Callable[[], frozenset[str] | None]
-) -> tuple[Gpu, ...]:
+def _mark_visible(gpus: tuple[Gpu, ...], visible: VisibleDevices) -> tuple[Gpu, ...]:
     if visible.devices is None:
         return gpus
-    uuids = ask() if needs_driver(visible.devices, visible.order, gpus) else None
+    uuids = ask_driver() if needs_driver(visible.devices, visible.order, gpus) else None
     shown = find_visible(visible.devices, gpus) if uuids is None else find_by_bytes(uuids, gpus)
     return tuple(replace(gpu, is_visible=gpu in shown) for gpu in gpus)
 

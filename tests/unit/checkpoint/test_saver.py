@@ -13,6 +13,7 @@ import torch
 from tests.support.asynchronous_device import asynchronous_device
 from torch import Tensor
 
+from lockstep.checkpoint import saver as saver_module
 from lockstep.checkpoint.atomic_write import atomic_write
 from lockstep.checkpoint.file import load_checkpoint, state_digest
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
@@ -81,7 +82,8 @@ def test_two_saves_never_overlap_and_a_long_wait_is_warned_of(tmp_path: Path, mo
         gate.is_open.set()  # so the second save has waited, however slow the machine is
 
     monkeypatch.setattr(warnings, "warn", warned)
-    with Saver(warn_after_seconds=0.01) as saver:
+    monkeypatch.setattr(saver_module, "_WARNING_SECONDS", 0.01)
+    with Saver() as saver:
         saver.save(tmp_path / "a.ckpt", checkpoint(torch.ones(2)), gate)
         assert gate.is_reached.wait(20)
         saver.save(tmp_path / "b.ckpt", checkpoint(torch.ones(2)))
@@ -218,12 +220,15 @@ def highest_growth(work: Callable[[], None]) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells of the highest memory on Linux alone")
 @pytest.mark.parametrize(("is_async", "num_copies"), [(True, 1), (False, 0)])
-def test_a_save_takes_memory_for_one_copy_of_the_state_at_most(tmp_path: Path, is_async: bool, num_copies: int) -> None:
+def test_a_save_takes_memory_for_one_copy_of_the_state_at_most(
+    tmp_path: Path, is_async: bool, num_copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "_WARNING_SECONDS", 100.0)
     model = {f"w{number}": torch.ones(1 << 20) for number in range(16)}
     state = Checkpoint(model=model, optimizer={}, manifest=checkpoint(torch.ones(1)).manifest)
 
     def save() -> None:
-        with Saver(is_async=is_async, warn_after_seconds=100.0) as saver:
+        with Saver(is_async=is_async) as saver:
             for _ in range(2):
                 saver.save(tmp_path / "a.ckpt", state)
 

@@ -1,6 +1,6 @@
 """What a command prints, and its exit code, when something fails."""
 
-from pathlib import Path
+import os
 
 import pytest
 import typer
@@ -32,11 +32,13 @@ def test_another_workers_own_error_is_not_hidden_by_one_of_ours(capsys: pytest.C
     assert shown(capsys, LossError("Too much."), KeyError("the culprit")) == "error: The whole story.\n"
 
 
-def test_a_condition_that_the_shell_took_for_a_redirection_is_told(tmp_path: Path) -> None:
-    with (tmp_path / "=20GiB").open("w") as file, pytest.raises(UsageError, match="device_ids=auto:3@20GiB"):
-        check_not_redirected(file.fileno())
-    with (tmp_path / "log=20.txt").open("w") as file:
-        check_not_redirected(file.fileno())
+def test_a_condition_that_the_shell_took_for_a_redirection_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = {"/proc/self/fd/1": "/home/me/=20GiB"}
+    monkeypatch.setattr(os, "readlink", targets.__getitem__)
+    with pytest.raises(UsageError, match="device_ids=auto:3@20GiB"):
+        check_not_redirected()
+    targets["/proc/self/fd/1"] = "/home/me/log=20.txt"
+    check_not_redirected()
 
 
 def test_frames_before_the_users_are_left_out_without_debug(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lockstep.cli.check import try_script
 
 JOB = """
@@ -28,21 +30,25 @@ sys.exit("error: Worker 1 failed first")
 """What `lockstep run` leaves of a script with the wrapper."""
 
 
-def starting(how: str) -> Any:
+def start_instead(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_process = subprocess.Popen
+
     def start(command: list[str], **options: Any) -> "subprocess.Popen[bytes]":
         assert command[1:5] == ["-m", "lockstep", "run", "--drop-in"]
-        return subprocess.Popen([sys.executable, "-c", JOB, how], **options)
+        return start_process([sys.executable, "-c", JOB, how], **options)
 
-    return start
+    monkeypatch.setattr(subprocess, "Popen", start)
 
 
-def test_a_script_without_end_is_ended_when_each_worker_has_taken_the_steps() -> None:
-    trial = try_script(Path("train.py"), 3, starting("goes on"))
+def test_a_script_without_end_is_ended_when_each_worker_has_taken_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_instead("goes on", monkeypatch)
+    trial = try_script(Path("train.py"), 3)
     assert (trial.num_steps, trial.exit_code) == (3, None)
     assert trial.said == ("train.py:3: UserWarning: The ranks train on other numbers of samples.",)
 
 
-def test_a_script_that_ends_before_shows_why() -> None:
-    trial = try_script(Path("train.py"), 100, starting("ends"))
+def test_a_script_that_ends_before_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_instead("ends", monkeypatch)
+    trial = try_script(Path("train.py"), 100)
     assert trial.exit_code == 1
     assert trial.said[-1] == "error: Worker 1 failed first"

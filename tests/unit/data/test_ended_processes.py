@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
+from lockstep.data import slice_loading
 from lockstep.data.keyed import DrawKeys, KeyedDataset, SliceKeys
 from lockstep.data.slice_loading import SliceLoading
 from lockstep.launch.exits import OomKills
@@ -93,7 +94,9 @@ def keys_of(count: int) -> Iterator[SliceKeys]:
     return (DrawKeys([number], num_samples=count, seed=0, epoch=0) for number in range(count))
 
 
-def test_with_too_little_memory_there_is_one_process_fewer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_too_little_memory_there_is_one_process_fewer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Killed(Noisy):
         def __getitem__(self, index: int) -> tuple[Tensor, int]:
             if index in {5, 11} and os.getpid() != WORKER:
@@ -101,9 +104,8 @@ def test_with_too_little_memory_there_is_one_process_fewer(tmp_path: Path, caplo
             return torch.rand(2), index
 
     counts = itertools.count()
-    loading = SliceLoading(
-        KeyedDataset(Killed(tmp_path), list), num_workers=2, read_kills=lambda: OomKills(group=next(counts), host=None)
-    )
+    monkeypatch.setattr(slice_loading, "read_oom_kills", lambda: OomKills(group=next(counts), host=None))
+    loading = SliceLoading(KeyedDataset(Killed(tmp_path), list), num_workers=2)
     before = set(multiprocessing.active_children())
     with loading.loaded(keys_of(24)) as slices:
         found = [(int(index), len(children_of(before))) for ((_, index),) in slices]

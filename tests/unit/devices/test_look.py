@@ -14,11 +14,11 @@ import pytest
 import torch
 from tests.unit.devices.machines import GIB, NO_FUNCTION, NOT_SUPPORTED, Card, FakeNvml, machine, refusal
 
-from lockstep.devices import Inventory, take_inventory
+from lockstep.devices import Inventory, look, take_inventory
 from lockstep.devices.choose import choose_devices, find_occupants
 from lockstep.devices.inventory import look_up_holder
 from lockstep.devices.look import measure_own_memory
-from lockstep.settings import VisibleDevices
+from lockstep.settings import Settings, VisibleDevices
 
 NO_PERMISSION = refusal(pynvml.NVML_ERROR_NO_PERMISSION)
 LOST = refusal(pynvml.NVML_ERROR_GPU_IS_LOST)
@@ -34,13 +34,15 @@ def _opened_gpu(tmp_path: Path) -> Iterator[None]:
 
 def look_at(*cards: Card, variable: str | None = None, order: str | None = None, **options: Any) -> Inventory:
     nvml: Any = FakeNvml(*cards, **{name: options.pop(name) for name in ("broken", "is_old") if name in options})
-    inventory = take_inventory(
-        nvml,
-        VisibleDevices(devices=variable, order=order),
-        options.get("ask", lambda: pytest.fail("the driver was asked")),
-        options.get("torch_problem", ""),
-        options.get("measure_own", dict),
-    )
+    seen = VisibleDevices(devices=variable, order=order)
+    torch_problem = options.get("torch_problem", "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(look, "pynvml", nvml)
+        patch.setattr(Settings, "visible_devices", lambda _: seen)
+        patch.setattr(look, "ask_driver", options.get("ask", lambda: pytest.fail("the driver was asked")))
+        patch.setattr(look, "_find_torch_problem", lambda: torch_problem)
+        patch.setattr(look, "measure_own_memory", options.get("measure_own", dict))
+        inventory = take_inventory()
     assert nvml.num_open == 0, "NVML was not closed"
     return inventory
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from lockstep.doctor.slow import SlowReport, TimeUse
 from lockstep.errors import RunDirectoryError
 from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, StepFinished
+from lockstep.recording import WorkerRecorder
 from lockstep.report import MetricsFile, PlainLines, ProgressBar, progress
 from lockstep.report.metrics_file import read_metrics
 from lockstep.report.progress import Speed, fold
@@ -177,7 +178,7 @@ def test_lines_that_may_fail_are_warned_of_once_and_come_again_when_there_is_roo
 
 def test_the_speed_says_what_is_left_of_epoch_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 2.0, 4.0])
-    monkeypatch.setattr(progress.WorkerRecorder, "seconds", lambda: next(times))
+    monkeypatch.setattr(WorkerRecorder, "seconds", lambda: next(times))
     speed = Speed()
     speed.begin(STARTED, 0)  # 2 epochs of 2 steps, 500 samples each
     assert speed.after(1) == "125 samples/s  left: epoch 0:02, run 0:06"
@@ -205,7 +206,7 @@ def test_the_bar_says_what_takes_long_beside_computing(
     monkeypatch.setattr(progress, "find_slow", look)
     monkeypatch.setattr(progress, "own_recorder", lambda: SimpleNamespace(directory=tmp_path))
     now = 0.0
-    monkeypatch.setattr(progress.WorkerRecorder, "seconds", lambda: now)
+    monkeypatch.setattr(WorkerRecorder, "seconds", lambda: now)
     bound = progress.Bound()
     assert (bound.text(), looks) == ("", [])
     now = 6.0

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from lockstep.recording.file_format import EventKind, StepPhase
 from lockstep.report.page.run_data import RunData
 
-_NUMBERS: Final = (1, 2, 4, 6, 8, 16)
+NUMBERS: Final = (1, 2, 4, 6, 8, 16)
 SHARES: Final = ("loading", "compute", "gradients", "others", "update", "evaluating", "saving", "rest")
 """Parts of the time, in the order of a step; `texts` has what the page calls them."""
 _QUARTILES: Final = (25, 50, 75)
@@ -74,12 +74,12 @@ class Forecast:
     """Whether exchange and waiting are unknown and left out: it takes longer than this."""
 
 
-def forecast_steps(measured: MeasuredSteps) -> list[Forecast]:
+def forecast_steps(measured: MeasuredSteps, numbers: Sequence[int] = NUMBERS) -> list[Forecast]:
     """Return a forecast for each number of workers up to the number of shards; empty if too little was measured."""
     if not len(measured.step) or not any(len(each) for each in measured.shard):
         return []
     low, middle, high = (_Parts.at(measured, quartile) for quartile in _QUARTILES)
-    numbers = sorted({*(n for n in _NUMBERS if n <= measured.num_shards), measured.workers})
+    numbers = sorted({*(n for n in numbers if n <= measured.num_shards), measured.workers})
     return [
         Forecast(
             workers=number,

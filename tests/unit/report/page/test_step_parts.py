@@ -68,7 +68,7 @@ def test_a_step_on_one_worker_is_forecast_from_two_that_wait() -> None:
 def test_one_worker_is_forecast_at_best() -> None:
     measured = measure_tables([recorded([5, 5, 5, 5], 0, 0)], num_shards=4)
     assert measured is not None
-    [one, two, four] = forecast_steps(measured)
+    [one, two, four] = forecast_steps(measured, (2, 4))
     assert [one.seconds, two.seconds, four.seconds] == pytest.approx([0.025, 0.004 + 10.5e-3, 0.004 + 5.25e-3])
     assert [each.is_best_case for each in (one, two, four)] == [False, True, True]
 
