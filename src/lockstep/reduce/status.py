@@ -36,7 +36,7 @@ _BASE = 128
 _FAILED = 1
 _CHANGED = 2
 _EMPTY = 4
-_NUM_DIGITS = {"batch_size": 3, "num_backwards": 1, "comparison": 4, "inputs": 2, "gradients": 2, "nonfinite": 2}
+_NUM_DIGITS = {"batch_size": 3, "num_backwards": 1, "comparison": 4, "inputs": 2, "gradients": 2, "nonfinite": 3}
 """Of each number of a status, in the order in which they travel, after the flags."""
 _OF_ALL_RANKS = ("batch_sizes", "nums_backwards", "comparisons", "inputs", "gradients", "nonfinite")
 _NUM_PER_RANK = 1 + sum(_NUM_DIGITS.values())
@@ -113,7 +113,6 @@ def write_status(status: RankStatus, rank: int, world_size: int) -> Sequence[flo
 
 @lru_cache(maxsize=_NUM_KEPT)
 def read_status(numbers: tuple[float, ...]) -> GroupStatus:
-    """Return the status of all ranks, from the sums of their numbers."""
     whole = list(map(round, numbers))
     flags, *columns = (whole[column::_NUM_PER_RANK] for column in range(_NUM_PER_RANK))
     values: dict[str, tuple[int, ...]] = {}

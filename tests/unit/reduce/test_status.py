@@ -27,7 +27,7 @@ STATUSES = st.builds(
     comparison=st.integers(0, COMPARISON_LIMIT - 1),
     inputs=st.integers(0, FINGERPRINT_LIMIT - 1),
     gradients=st.integers(0, FINGERPRINT_LIMIT - 1),
-    nonfinite=st.integers(0, 16_000),
+    nonfinite=st.integers(0, 2_000_000),
 )
 RANKS = st.lists(STATUSES, min_size=1, max_size=10)
 
