@@ -28,8 +28,6 @@ _MIN_GAIN = 0.08
 
 @final
 class ShardBalance(StepPart):
-    """Moves shards to workers that are faster, where the trainer has `balance="speed"`, and so a stopwatch."""
-
     def __init__(self, stopwatch: "Stopwatch | None") -> None:
         self._measured: deque[Sequence[float]] = deque(maxlen=_NUM_STEPS)
         if stopwatch is not None:

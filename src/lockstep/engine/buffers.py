@@ -279,7 +279,6 @@ class ShardZeroBuffers(StepPart):
             step.ask(_PURPOSE, self._send_new, self._take_new)
 
     def commit(self, step: CurrentStep) -> None:
-        """Let the model's buffers be those of shard 0, or what they were before where the step is bad (local)."""
         assert step.decision is not None
         if step.decision.is_skipped:
             self.put_back()

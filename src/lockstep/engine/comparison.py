@@ -76,7 +76,6 @@ class WorkerComparison(StepPart):
             self._at_begin = [(each, version_of(each)) for each in self._state.parts.compared_at_begin().values()]
 
     def undo(self, _step: CurrentStep) -> None:
-        """Compare the parameters in the next step, whether or not something writes to them (local)."""
         self._num_writes, self._at_begin = -1, []
 
     def options_number(self) -> int:

@@ -83,7 +83,6 @@ class ReducedGradients(StepPart):
             foreach_div_(gradients, weight / step.batch.num_samples)
 
     def _sum_for_finite_check(self, _step: CurrentStep) -> Tensor | float:
-        """Return a number that is not finite if a gradient is not, in the part that this worker looks at (local)."""
         if not self._looks:
             return 0.0
         if self._row is None:

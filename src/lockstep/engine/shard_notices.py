@@ -44,7 +44,6 @@ def buffers_of_users(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 def warn_of_row_writes(
     before: Mapping[str, Tensor], now: Mapping[str, Tensor], num_samples: int, num_shards: int
 ) -> None:
-    """Warn of a buffer of which shard 0 has written some rows; `before` has copies (local)."""
     for name, buffer in now.items():
         if name in before and is_written_by_rows(before[name], buffer, num_samples):
             _warn(

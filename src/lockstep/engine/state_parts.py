@@ -175,8 +175,6 @@ class StateParts:
 
 @final
 class ModelPart(StatePart):
-    """The model, with its buffers that are not saved where a worker joins."""
-
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._unsaved = UnsavedBuffers(model)
@@ -212,8 +210,6 @@ class ModelPart(StatePart):
 
 @final
 class ObjectPart(StatePart):
-    """An object with a state of its own, or None where this run has none."""
-
     def __init__(self, name: str, value: Stateful | None, *, has_class: bool = False) -> None:
         self._name = name
         self._value = value

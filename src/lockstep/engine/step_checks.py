@@ -121,8 +121,6 @@ class SameBatch(StepPart):
 
 @final
 class SameSettings(StepPart):
-    """Checks that the model, its scheduler and the process are what the trainer was made with."""
-
     def __init__(self, runs: ShardRuns) -> None:
         self._state, self._trained = runs.state, runs.trained
         self._held = self._list_held()

@@ -49,8 +49,6 @@ _WRITTEN_BY_SCHEDULER = "The scheduler's state could not be put back."
 
 @final
 class Update:
-    """Decides on the updates of a trainer, `owner`, makes them, and lets nobody else step its optimizers."""
-
     def __init__(self, runs: ShardRuns, owner: object) -> None:
         self._state = state = runs.state
         self._runs = runs
