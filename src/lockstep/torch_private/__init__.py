@@ -1,9 +1,9 @@
 """Names that torch does not promise to keep, each under a name of ours: nothing else in the package uses one.
 
 "Private" is a name with a leading underscore, of a module, a class or an object of torch, and what we rely on by
-observation: how a reference count behaves, in which order graph tasks are numbered. Each entry has its purpose and what
-we rely on. `tests/unit/torch_private` has a contract test for each, which checks that it *behaves* so, and names the
-feature that breaks if it does not. With a new torch, run these first.
+observation: how a reference count behaves, in which order graph tasks are numbered. Each entry says what we rely on.
+Its contract test in `tests/unit/torch_private` checks that it *behaves* so, and each assertion there says what it is
+for and what breaks without it. With a new torch, run these first.
 
 Callers name the module. The tests pass with torch 2.11, 2.12, 2.13 and 2.15. Names are bound when a module is imported,
 so a call costs what it costs in torch. `torch._foreach_*` are here too: torch's documentation lists only some, as beta.

@@ -12,44 +12,33 @@ from torch.autograd import Variable
 _ENGINE: Any = Variable._execution_engine  # in torch's stub a callback must return None
 
 queue_callback: Callable[[Callable[[], object]], None] = _ENGINE.queue_callback
-"""Have the engine call something once, at the end of the graph task in which this is called.
+"""Have the engine call something once, at the end of the graph task in which this is called; an error outside one.
 
 That is the innermost one: a backward inside a backward is a graph task of its own. The engine holds the callback until
-then, drops it uncalled if the backward fails, and raises what it raises to whoever called `backward()`. For: the end of
-a reduction. Outside a backward this is an error.
+then, drops it uncalled if the backward fails, and raises what it raises to whoever called `backward()`.
 """
 
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the graph task that this thread is in, `NO_GRAPH_TASK` outside a backward.
 
 Each `backward()` and each `torch.autograd.grad` of the process takes the next whole number, one inside another too.
-For: seeing that a gradient belongs to the backward that is under way, and whether a backward has run others inside.
 """
 
 
 def run_backward(root: Tensor, gradient: Tensor) -> None:
-    """Run a backward from a tensor with a graph, which `gradient` has the shape, dtype and device of.
-
-    It does what `root.backward(gradient)` does, without what that checks in Python, which takes as long as the backward
-    of two small layers. For: the backward of each shard's loss, whose shape was checked.
-    """
+    """Do what `root.backward(gradient)` does, but check no shapes: in Python that takes as long as two small layers."""
     _ENGINE.run_backward((root,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def run_backward_of_leaf(leaf: Tensor, gradient: Tensor) -> None:
-    """Run a backward from a leaf to itself: its hooks are called, and nothing is accumulated.
-
-    It does what `torch.autograd.grad(leaf, leaf, gradient)` does, without what that checks in Python, which takes most
-    of its time. For: taking a number of a graph task.
-    """
+    """Do what `torch.autograd.grad(leaf, leaf, gradient)` does, without its checks, which take most of its time."""
     _ENGINE.run_backward((leaf,), (gradient,), False, False, (leaf,), allow_unreachable=False, accumulate_grad=False)
 
 
 def saved_by(node: Any, name: str) -> Any:
     """Return what a node of a graph keeps for its backward: a tensor, the sizes of one (`self_sym_sizes`), a dimension.
 
-    To read a tensor may run hooks on saved tensors, those of a checkpoint say; to read sizes does not. For: finding
-    products of the samples of a batch with each other.
+    To read a tensor may run hooks on saved tensors, those of a checkpoint say; to read sizes does not.
     """
     return getattr(node, f"_saved_{name}")
 
@@ -60,23 +49,18 @@ NO_GRAPH_TASK: Final = -1
 tensor_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
 """The hooks of `Tensor.register_hook`, by number, in the order in which they run; None or empty without.
 
-A hook that is taken out of the dictionary is not called, and is again when it is put back. For: giving the user's hooks
-on parameters the reduced gradient.
+A hook that is taken out of the dictionary is not called, and is again when it is put back.
 """
 
 post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
-"""The hooks of `register_post_accumulate_grad_hook`, by number, in the order in which they run; None or empty without.
-
-For: running after all other hooks, and not adding several shards into a gradient that a hook of the user's reads.
-"""
+"""The hooks of `register_post_accumulate_grad_hook`, by number, in the order in which they run; None or empty."""
 
 
 def is_in_distributed_autograd() -> bool:
     """Return whether this thread is in a context of `torch.distributed.autograd`, whose backward may cross RPC.
 
     Such a backward keeps gradients in its context and not in `.grad`, and runs no hooks of
-    `register_post_accumulate_grad_hook`. The backward's own threads are in no context. For: refusing a forward whose
-    gradients would not be reduced.
+    `register_post_accumulate_grad_hook`. The backward's own threads are in no context.
     """
     if not _is_rpc_running():
         return False
@@ -95,8 +79,7 @@ def _is_rpc_running() -> bool:
 is_inside_func_grad: Callable[[Tensor], bool] = torch._C._functorch.is_gradtrackingtensor
 """Whether a tensor was computed within `torch.func.grad` or another of its kind, which differentiates it.
 
-Its gradients are returned, not accumulated, and the engine runs no hooks of the parameters. For: a warning of gradients
-that are not averaged.
+Its gradients are returned, not accumulated, and the engine runs no hooks of the parameters.
 """
 
 

@@ -107,8 +107,7 @@ def has_cuda_graphs_of_compiler() -> bool:
     """Return whether the compiler has made CUDA graphs for this thread, as `mode="reduce-overhead"` has it do.
 
     The compiler keeps a manager of graphs per device as long as a compiled function with graphs lives. A tensor alone
-    does not show whether it lies in the memory of a graph: the run that is recorded returns ordinary tensors. For:
-    gradients that the next run of a graph would overwrite.
+    does not show whether it lies in the memory of a graph: the run that is recorded returns ordinary tensors.
     """
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")  # not there before the first graph
     if trees is None:

@@ -34,10 +34,7 @@ AnyFuture: type = torch._C.Future
 
 @final
 class ReservedPort:
-    """A port that this process' launcher holds, and a TCPStore of this process may listen at.
-
-    For: a store that a function makes itself, at the port that nobody else can take meanwhile.
-    """
+    """A port that this process' launcher holds, and a TCPStore of this process may listen at."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -80,17 +77,13 @@ RESERVED_PORT: Final = ReservedPort()
 def list_groups() -> list[ProcessGroup]:
     """Return the groups of this process that torch made and has not destroyed, the default group first (local).
 
-    For: telling the other ranks of each that this one is done. torch's tests replace the object that is asked, so it is
-    looked up in each call.
+    torch's tests replace the object that is asked, so it is looked up in each call.
     """
     return list(distributed_c10d._world.pg_map)
 
 
 def store_of(group: ProcessGroup) -> Store | None:
-    """Return the store that the ranks of a group share, with keys of their own; None if torch did not make it (local).
-
-    For: seeing whether a group was destroyed, and messages between ranks while a collective hangs.
-    """
+    """Return the store that the ranks of a group share, with keys of their own; None if torch did not make it."""
     known = distributed_c10d._world.pg_map.get(group)
     return None if known is None else known[1]
 
@@ -113,8 +106,6 @@ class GroupRequest:
 
 def intercept_group_making(intercept: Callable[[GroupRequest], Any]) -> None:
     """Call `intercept` wherever torch makes a group; it returns what `make` of the request returns.
-
-    For: comparing that all ranks make the same group, and groups that compare calls, which go by their backend's name.
 
     A group that only its members make is named by its ranks, and one that is made again, after the first was destroyed,
     has the same name. So it gets a part of the store of its own: what the first has left there is not its.
@@ -162,8 +153,8 @@ def intercept_group_making(intercept: Callable[[GroupRequest], Any]) -> None:
 def leave_recording_to(backend: str) -> None:
     """Let torch's flight recorder attach nothing to groups of a backend (local).
 
-    For: groups written in Python. From torch 2.15 on the recorder's hook is attached to each group whose backend does
-    not record by itself, and asks the group's C++ part for its name, which such a group does not have.
+    From torch 2.15 on the recorder's hook is attached to each group whose backend does not record by itself, and asks
+    the group's C++ part for its name, which a group written in Python does not have.
     """
     recording: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording.add(backend)
@@ -172,8 +163,8 @@ def leave_recording_to(backend: str) -> None:
 def intercept_timeouts(set_timeout: Callable[[ProcessGroup, timedelta], bool]) -> None:
     """Call `set_timeout` where the timeout of a group is changed; torch changes it if that returns False.
 
-    For: groups written in Python, whose timeouts torch's function does not change. From torch 2.14 on `set_timeout` is
-    public, and the private function is a deprecated name of it.
+    Torch's function does not change those of groups written in Python. From torch 2.14 on `set_timeout` is public, and
+    the private function is a deprecated name of it.
     """
     original = getattr(distributed_c10d, "set_timeout", distributed_c10d._set_pg_timeout)
 
@@ -212,10 +203,7 @@ def set_default_backend(group: ProcessGroup, kind: ProcessGroup.BackendType) -> 
 
 
 def gloo_announcements(store: Store, size: int) -> list[bytes]:
-    """Return what the ranks of a Gloo backend have put into its store, for each network interface: where each listens.
-
-    For: finding the connections of a group, to end its calls when a rank is lost.
-    """
+    """Return what the ranks of a Gloo backend have put into its store, for each network interface: their addresses."""
     found: list[bytes] = []
     while store.check(keys := [f"{len(found)}/{rank}" for rank in range(size)]):
         found.append(b"".join(store.get(key) for key in keys))
@@ -239,8 +227,7 @@ def gloo_num_threads() -> int:
 def make_backend(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a backend for accelerators, by its name in torch (collective, with some backends).
 
-    For: groups written in Python that have one within: torch makes none for those. A RuntimeError
-    says that this torch lacks it, or that there is no device for it.
+    A RuntimeError says that this torch lacks it, or that there is no device for it.
     """
     maker: Any = getattr(distributed_c10d, f"ProcessGroup{name.upper()}", None)
     if maker is not None:
@@ -267,10 +254,7 @@ def root_mesh(mesh: Any) -> Any:
 
 
 def count_calls(group: ProcessGroup | None) -> int:
-    """Return how many collectives this process has made on a group; -1 for a group that does not count them.
-
-    For: whether a communication hook that raised an error had made its call.
-    """
+    """Return how many collectives this process has made on a group; -1 for a group that does not count them."""
     if group is None:
         return -1
     counted: Any = group  # the method is not in torch's stub
@@ -281,10 +265,7 @@ def count_calls(group: ProcessGroup | None) -> int:
 
 
 def abort_device_backends(group: ProcessGroup) -> None:
-    """End the collectives of a group that devices are in, on this process; that of the CPU is left alone (local).
-
-    For: a rank that cannot send what the others' devices wait for. Backends that cannot be aborted have none such.
-    """
+    """End the collectives of a group that devices are in, on this process; that of the CPU is left alone (local)."""
     for device in device_types(group):
         if device.type != "cpu":
             group._get_backend(device).abort()

@@ -30,8 +30,7 @@ __all__ = ["AnyBatchNorm", "TorchDispatchMode", "TorchsSyncBatchNorm", "tree_lea
 parameter_registry: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 """The dictionary in which a module keeps its own parameters, not a copy: it stays the same one for the module's life.
 
-Unlike `named_parameters` it shows names that are None, and a parameter with two names twice. For: seeing at little cost
-whether a model has changed, and building replicas.
+Unlike `named_parameters` it shows names that are None, and a parameter with two names twice.
 """
 
 buffer_registry: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
@@ -50,8 +49,7 @@ def remember_tensors(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return what says, given these tensors again, that none has another dtype, device, shape, or `requires_grad`.
 
     One call in C++ for all of them, which the compiler makes before it runs a compiled function. It may also say no
-    where nothing has changed but the strides, or autocast was switched. For: seeing at little cost whether a model has
-    changed.
+    where nothing has changed but the strides, or autocast was switched.
     """
     guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     return guards.check
@@ -65,11 +63,7 @@ optimizer_step_pre_hooks: Callable[[Optimizer], Mapping[int, Any]] = attrgetter(
 
 
 def forget_scaling(scaler: GradScaler, optimizer: Optimizer) -> None:
-    """Let a scaler forget what `unscale_` and `step` have recorded of an optimizer since the last `update`.
-
-    For: a step whose optimizer has raised, and which is taken again. Without it `unscale_` raises an error, for it has
-    been called already.
-    """
+    """Let a scaler forget what `unscale_` and `step` have noted of an optimizer; else `unscale_` fails next time."""
     scaler._per_optimizer_states.pop(id(optimizer), None)
 
 
@@ -234,8 +228,7 @@ storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """How many tensors and storage objects hold the StorageImpl at an address.
 
 Each tensor counts once, and so do a view, a detached tensor, an array made by `numpy()`, and the storage object, of
-which there is one at a time. For: finding out whether anything else refers to memory that is about to be written (the
-buckets' held gradients, replicas' kept memory) and whether two gradients share memory.
+which there is one at a time.
 """
 
 
@@ -251,8 +244,7 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor, or a view of it, was written in place.
 
 Reading does not count, nor does writing through `.data` or to a detached NumPy array's memory. A view has its base's
-counter; `.data` makes a tensor with a counter of its own. For: parameters that anything but the optimizer writes to,
-and partials that a backward has not added to.
+counter; `.data` makes a tensor with a counter of its own.
 """
 
 REFERENCES_OF_ONE_HOLDER: Final = 2
@@ -260,7 +252,7 @@ REFERENCES_OF_ONE_HOLDER: Final = 2
 
 One is the attribute, one the argument. We rely on three things. The same Python object comes back each time from
 `parameter.grad`. While a tensor is also held in C++, as `.grad` is, the count is one higher. When `.grad` is cleared it
-falls back. For: leaving a gradient to whoever held it when `.grad` was cleared.
+falls back.
 """
 
 foreach_add_ = torch._foreach_add_
