@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast, final
+from typing import cast, final
 
 import torch
 import torch.distributed as dist
@@ -316,24 +316,6 @@ def _start_in_group(reduction: FlatReduction, call: bytes, *, waits: bool) -> di
     )
 
 
-class OrderedTransport(Protocol):
-    """Moves what an ordered reduction exchanges: by messages on CPUs, by collectives elsewhere.
-
-    On CPUs every pair of ranks exchanges messages, which over Gloo take less time than all-to-all and all-gather. For
-    other devices both steps are collectives: Gloo has no messages for them; NCCL runs messages one after another unless
-    they are in one batch, which torch makes only for groups of its own class; and one collective replaces many
-    messages.
-    """
-
-    def exchange(
-        self, reduction: FlatReduction, segments: Sequence[Bounds], make_room: MakeRoom
-    ) -> tuple[Received, list[dist.Work]]:
-        """Start sending the owners of segments this rank's partials of them (collective); return where others' land."""
-
-    def gather(self, reduction: FlatReduction, segments: Sequence[Bounds]) -> list[dist.Work]:
-        """Start sending this rank's segment of the result to all, and receiving the others' (collective)."""
-
-
 @final
 class MessageTransport:
     def exchange(
@@ -412,6 +394,19 @@ class CollectiveTransport:
         if len(set(lengths)) == 1:
             return gather_single(whole, own, world)
         return _all_to_all(whole, own.repeat(world.world_size), lengths, [own.numel()] * world.world_size, world)
+
+
+OrderedTransport = MessageTransport | CollectiveTransport
+"""Moves what an ordered reduction exchanges: by messages on CPUs, by collectives elsewhere.
+
+On CPUs every pair of ranks exchanges messages, which over Gloo take less time than all-to-all and all-gather. For other
+devices both steps are collectives: Gloo has no messages for them; NCCL runs messages one after another unless they are
+in one batch, which torch makes only for groups of its own class; and one collective replaces many messages.
+
+`exchange` starts sending the owners of segments this rank's partials of them, and returns where those of others land
+(collective). `gather` starts sending this rank's segment of the result to all, and receiving those of others
+(collective).
+"""
 
 
 def transport_for(device: torch.device) -> OrderedTransport:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -17,28 +17,6 @@ from lockstep.torch_private.groups import AnyFuture, count_calls
 
 Finish = Callable[[], object]
 """Waits until what was started has ended; on a GPU the current stream waits for that."""
-
-
-class BucketReduction(Protocol):
-    """Reduces one bucket after the other. Every rank starts the same ones in the same order."""
-
-    @property
-    def scale(self) -> float:
-        """By what gradients are multiplied before they are added."""
-
-    @property
-    def is_one_at_a_time(self) -> bool:
-        """Whether a reduction must have ended before the next message is sent."""
-
-    @property
-    def runs_users_code(self) -> bool:
-        """Whether it may raise an error of the user's on one rank; then it has made the call that others wait for."""
-
-    def all_reduce(self, bucket: Bucket, *, index: int, is_last: bool, waits: bool) -> Finish:
-        """Start to reduce a bucket whose message is ready; `waits` if the caller waits at once (collective)."""
-
-    def expect_nothing(self) -> None:
-        """Let this rank's part of what is still to be reduced be empty."""
 
 
 @final
@@ -221,6 +199,18 @@ class TreeReduction:
             others = torch.zeros_like(bucket.message) if has_status else bucket.message
             return [*[others] * (len(self._nodes[self._world.rank]) - 1), bucket.message]
         return [*bucket.add(self._partials), bucket.message]
+
+
+BucketReduction = MeanReduction | HookReduction | TreeReduction
+"""Reduces one bucket after the other. Every rank starts the same ones in the same order.
+
+- `scale`: by what gradients are multiplied before they are added.
+- `is_one_at_a_time`: whether a reduction must have ended before the next message is sent.
+- `runs_users_code`: whether it may raise an error of the user's on one rank; then it has made the call that others wait
+  for.
+- `all_reduce` starts to reduce a bucket whose message is ready; `waits` if the caller waits at once (collective).
+- `expect_nothing` lets this rank's part of what is still to be reduced be empty.
+"""
 
 
 def start_all_reduce(message: Tensor, group: ProcessGroup | None, *, waits: bool) -> Finish:

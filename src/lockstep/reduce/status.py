@@ -21,7 +21,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -150,23 +150,6 @@ def _ranks_with(flags: Sequence[int], flag: int) -> tuple[int, ...]:
     return tuple(rank for rank, value in enumerate(flags) if value & flag) if any(flags) else ()
 
 
-class StatusChannel(Protocol):
-    """Carries the numbers of one status per reduction; those of all ranks are added up."""
-
-    @property
-    def is_message(self) -> bool:
-        """Whether it sends a message of its own; else the numbers are a part of the last message."""
-
-    def post(self, numbers: Sequence[float], further: Sequence[float]) -> None:
-        """Send this rank's numbers, or put them where they are sent from; an own message has `further` (collective)."""
-
-    def receive(self) -> tuple[list[float], list[float]]:
-        """Return the sums over the ranks of both; the second is empty where there is no message of its own.
-
-        Where the status is a part of the last message, that must have been waited for.
-        """
-
-
 @final
 class StatusTrailer:
     """The end of the last message. On an asynchronous device reading waits: only with a group without a CPU backend."""
@@ -219,6 +202,16 @@ class StatusOverHosts:
             self._work.wait()
         found = read_numbers(self._numbers)
         return found[: self._length], found[self._length :]
+
+
+StatusChannel = StatusTrailer | StatusOverHosts
+"""Carries the numbers of one status per reduction; those of all ranks are added up.
+
+- `is_message`: whether it sends a message of its own; else the numbers are a part of the last message.
+- `post` sends this rank's numbers, or puts them where they are sent from; an own message has `further` (collective).
+- `receive` returns the sums over the ranks of both; the second is empty where there is no message of its own. Where the
+  status is a part of the last message, that must have been waited for.
+"""
 
 
 def has_cpu_backend(group: ProcessGroup) -> bool:
