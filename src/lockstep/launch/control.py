@@ -12,13 +12,13 @@ refused. A request is one JSON object in a line, and so are the answers:
 import contextlib
 import os
 import socket
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from lockstep.channel.table import LineReader, Message, encode
+from lockstep.processes.host import peer_credentials
 
 if TYPE_CHECKING:  # the commands that connect need no workers
     from lockstep.launch.worker_pool import WorkerPool
@@ -28,8 +28,6 @@ _PIECE_BYTES = 4096
 _MOST_BYTES = 1 << 16
 """A request is not longer."""
 _BACKLOG = 8
-_CREDENTIALS = struct.Struct("3i")
-"""Process, user and group of who has connected; see unix(7), SO_PEERCRED."""
 
 
 @final
@@ -186,6 +184,4 @@ def short_path(folder: Path) -> Iterator[str]:
 def read_user(connected: socket.socket) -> int:
     if not hasattr(socket, "SO_PEERCRED"):  # macOS: the file's mode alone decides who may connect
         return os.geteuid()
-    packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user: int = _CREDENTIALS.unpack(packed)[1]
-    return user
+    return peer_credentials(connected)[1]

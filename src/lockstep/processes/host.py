@@ -6,6 +6,7 @@ import faulthandler
 import os
 import re
 import socket
+import struct
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ NO_LOOPBACK = (
     "connect to 127.0.0.1. Run `ip link set lo up`, or `ip address add 127.0.0.1/8 dev lo`, in it, or start the "
     "container with a network."
 )
+_CREDENTIALS = struct.Struct("3i")
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _KEPT_BYTES = 1 << 30
@@ -113,6 +115,13 @@ def exit_code_of_child(pid: int, otherwise: Callable[[], int | None]) -> int | N
     if found is None:
         return None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def peer_credentials(connected: socket.socket) -> tuple[int, int]:
+    """Return process and user of the other end of a Unix socket; see unix(7), SO_PEERCRED (Linux)."""
+    data = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(data)
+    return pid, user
 
 
 def has_loopback_address() -> bool:

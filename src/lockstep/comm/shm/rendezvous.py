@@ -44,7 +44,7 @@ from lockstep.comm.shm import memory
 from lockstep.comm.shm.file_layout import FileLayout
 from lockstep.comm.stored_values import Deadline, read_record, read_texts, to_stored
 from lockstep.errors import GroupError, PeerLostError
-from lockstep.processes.host import open_process
+from lockstep.processes.host import open_process, peer_credentials
 
 _READY = b"r"
 _GO = b"g"
@@ -222,7 +222,7 @@ def _accept_ranks(
             if listener in ready:
                 with suppress(BlockingIOError):  # it was closed again
                     connection = listener.accept()[0]
-                    if _peer_credentials(connection)[1] == os.geteuid():
+                    if peer_credentials(connection)[1] == os.geteuid():
                         done.callback(connection.close)
                         connection.setblocking(False)
                         selector.register(connection, selectors.EVENT_READ)
@@ -240,7 +240,7 @@ def _accept_ranks(
                     continue
                 missing.discard(rank)
                 connection.settimeout(deadline.seconds_left(_GRACE_SECONDS))
-                yield rank, connection, _peer_credentials(connection)[0]
+                yield rank, connection, peer_credentials(connection)[0]
                 end = time.monotonic() + deadline.seconds_left(_GRACE_SECONDS)
             if missing and time.monotonic() >= end:
                 raise TimeoutError
@@ -265,7 +265,7 @@ def _join(store: Store, address: str, rank: int, deadline: Deadline, global_rank
     with ExitStack() as undo, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(deadline.seconds_left() + _LONGER_SECONDS)
         connection.connect(f"\0{address}")
-        if _peer_credentials(connection)[1] != os.geteuid():
+        if peer_credentials(connection)[1] != os.geteuid():
             raise GroupError("The process that offers the group's shared memory belongs to another user. (LS114)")
         connection.sendall(_NUMBER.pack(rank))
         length, descriptor = _receive_file(connection)
@@ -312,12 +312,6 @@ def _loss_explained(name: int, read_reason: Callable[[], GroupError | None] = _n
     except (OSError, EOFError) as error:
         lost = PeerLostError(f"Rank {name} was lost while the group was being made. (LS112)", rank=name)
         raise read_reason() or lost from error
-
-
-def _peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", data)
-    return pid, uid
 
 
 def _expect(connection: socket.socket, expected: bytes) -> None:
