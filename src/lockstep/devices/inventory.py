@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from lockstep.processes.host import read_control_groups
+
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
 _GIB = 2**30
@@ -115,11 +117,7 @@ def _own_groups() -> Iterator[Path]:
 
     They limit a container or a cluster's job. What the kernel reports for the machine does not include these limits.
     """
-    try:
-        lines = _MEMBERSHIP.read_text().splitlines()
-    except OSError:
-        return
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::")), None)
+    own = read_control_groups(_MEMBERSHIP).get("")
     if own is not None:
         folder = _GROUPS / own
         yield from (folder, *(parent for parent in folder.parents if parent.is_relative_to(_GROUPS)))

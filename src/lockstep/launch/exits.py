@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import final
 
 from lockstep.errors import PeerFailedError, PeerLostError, ReductionError, WorkerFailure
+from lockstep.processes.host import read_control_groups
 from lockstep.processes.user_line import LIBRARIES
 
 UNKNOWN_KILLER = "by another process or by the kernel because memory ran out"
@@ -246,11 +247,7 @@ def has_run_out_of_memory(before: OomKills, after: OomKills) -> bool:
 
 def _read_group(root: Path) -> int | None:
     """Read the counter of version 2 of control groups (memory.events), or of version 1 (memory.oom_control)."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    groups = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
+    groups = read_control_groups(root / "proc/self/cgroup")
     mounted = root / "sys/fs/cgroup"
     # In a container /sys/fs/cgroup is often the container's own group, but the path begins at the host's root.
     for folder, name in (

@@ -117,6 +117,15 @@ def exit_code_of_child(pid: int, otherwise: Callable[[], int | None]) -> int | N
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
+def read_control_groups(membership: Path) -> dict[str, str]:
+    """Return the control groups in a file such as `/proc/self/cgroup`, by controllers; "" is that of version 2."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return {}
+    return {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
+
+
 def peer_credentials(connected: socket.socket) -> tuple[int, int]:
     """Return process and user of the other end of a Unix socket; see unix(7), SO_PEERCRED (Linux)."""
     data = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
