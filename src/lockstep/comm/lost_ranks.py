@@ -37,7 +37,7 @@ from lockstep.comm.capabilities import ReportsExits, capabilities_of
 from lockstep.comm.open_calls import has_ended
 from lockstep.comm.stored_values import read_record, to_stored
 from lockstep.errors import PeerLostError
-from lockstep.processes.ending import exit_quickly
+from lockstep.processes.ending import describe_held_up, exit_quickly
 from lockstep.processes.forking import finalize_here
 from lockstep.processes.host import boot_id, open_process, start_ticks
 from lockstep.settings import read_settings
@@ -208,11 +208,10 @@ def _tell_if_running() -> None:
     """Say what holds the end of this process up, if anything does: its launcher waits for it."""
     time.sleep(_END_SECONDS)
     threads = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
-    what = f"thread {', '.join(map(repr, threads))}, which is no daemon," if threads else "a handler of atexit"
     with suppress(OSError, ValueError):
         sys.stderr.write(
-            f"Process {os.getpid()} has raised the exception above and still runs, {_END_SECONDS:g} s later: {what} "
-            "holds it up. (LS605)\n"
+            f"Process {os.getpid()} has raised the exception above and still runs, {_END_SECONDS:g} s later: "
+            f"{describe_held_up(threads)} holds it up. (LS605)\n"
         )
         sys.stderr.flush()
 

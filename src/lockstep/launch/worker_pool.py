@@ -45,6 +45,7 @@ from lockstep.launch.exits import (
 )
 from lockstep.launch.sessions import Sessions, exit_code, launch_recorded, record_end, wake
 from lockstep.launch.template import Process
+from lockstep.processes.ending import describe_held_up
 from lockstep.processes.host import open_process
 from lockstep.processes.stop_signals import FORWARDED_SIGNAL
 from lockstep.recording import EventKind, WorkerRecorder
@@ -181,8 +182,7 @@ class Worker:
     def hear_raised(self, threads: Sequence[str]) -> None:
         """Take in that its main thread has raised; these threads are no daemons."""
         self.raised_at = time.monotonic()
-        names = ", ".join(map(repr, threads))
-        self.held_up_by = f"thread {names}, which is no daemon," if threads else "a handler of atexit"
+        self.held_up_by = describe_held_up(threads)
 
     def kill(self) -> None:
         """Kill the process and wait until it has ended.

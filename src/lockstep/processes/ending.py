@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import compress
 from typing import Any, Final
@@ -112,6 +112,11 @@ def terminate_only_for(owner_pid: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the thread inherits this mask
     threading.Thread(target=wait, daemon=True).start()
+
+
+def describe_held_up(threads: Sequence[str]) -> str:
+    """Return what keeps a process from ending in which these threads are left that are no daemons."""
+    return f"thread {', '.join(map(repr, threads))}, which is no daemon," if threads else "a handler of atexit"
 
 
 def start_thread_left_alone(
