@@ -141,12 +141,7 @@ def verify(
     number: ShardNumbering,
     step: Callable[[ShardedBatch], object],
 ) -> None:
-    """Check some steps (collective); `Trainer.verify` says what it raises.
-
-    For each step every worker computes all shards, in the order of their numbers and in the opposite one, from the same
-    parameters, buffers and random states. The losses and gradients of a shard must have the same bits whatever was run
-    before it, and on every worker. Then the step is taken. At the end everything is put back.
-    """
+    """Check some steps (collective), and put everything back; `Trainer.verify` says how, and what it raises."""
     state.check_usable()
     random = RandomStates(generators_of_training(state.model, state.plan.losses))
     random.save()

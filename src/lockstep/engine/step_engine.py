@@ -84,15 +84,11 @@ ALLOWED_TRANSITIONS: Final = {
     StepPhase.COMMIT: {StepPhase.IDLE},
     StepPhase.CLOSED: set[StepPhase](),
 }
-"""Which phase may follow on which; the top of this module says what belongs to each.
+"""Which phase may follow on which; the lower arrows are those of a step that fails.
 
     IDLE -> PREPARE -> COMPUTE -> REDUCE -> AGREE -> COMMIT -> IDLE -> CLOSED
                |          |          |        |        |
                +----------+----------+--------+--------+--> IDLE
-
-The lower arrows are those of a step that fails. From the first four phases all that lasts is as it was before the step,
-on every worker. From COMMIT it is so too if the failed call has written nothing; else the trainer cannot be used before
-a checkpoint is loaded. `StepEngine` makes every transition in one method.
 """
 
 

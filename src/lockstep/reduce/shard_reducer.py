@@ -88,11 +88,7 @@ class ShardReducer:
             self._reducer.schedule.send_besides = start
 
     def note_single_additions(self, *, adds_once: bool) -> None:
-        """Note whether all workers' backwards so far add once to each parameter: they run no others inside (local).
-
-        Until that is known, and if one does, nothing is accumulated in place: each shard's gradients are taken whole
-        before they are added.
-        """
+        """Note whether all workers' backwards so far add once to each parameter: they run no others inside (local)."""
         self._in_place.adds_once = adds_once
         if self._reducer is not None and not adds_once:
             self._reducer.watch.wait_for_ends()
