@@ -174,9 +174,9 @@ def _check_step(state: RunState, world: World, mine: ShardedBatch, whole: Sharde
         shards = [part.shard for part in whole.slices]
         before = LeftState(state.model, state.plan.losses)
         forward = number(whole, shards)
-        changes = before.changes()
+        certain, possible = before.changes()
         difference = _find_difference(number(whole, shards[::-1]), forward)
-        changed = [*changes.certain, *changes.possible]
+        changed = [*certain, *possible]
         left = f"; the shards have changed {', '.join(changed[:3])}" if changed else ""
         return difference and f"{difference} when other shards are run before it{left}", forward
 

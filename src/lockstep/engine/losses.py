@@ -353,15 +353,8 @@ def _number_of(names: Iterable[str]) -> int:
     return len(ordered) << 32 | zlib.crc32("\n".join(ordered).encode())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SliceLoss:
-    loss: Tensor
-    weight: float | Tensor
-    values: ShardValues
-
-
-def read_loss(result: Any, part: Slice) -> SliceLoss:
-    """Return a slice's mean loss and its weight: samples, unless it returned another; one on a device stays there."""
+def read_loss(result: Any, part: Slice) -> tuple[Tensor, float | Tensor, ShardValues]:
+    """Return a slice's mean loss, its weight (samples, unless given; one on a device stays there), and other values."""
     others: Mapping[Any, Any] = {}
     if isinstance(result, Mapping):
         if "loss" not in result:
@@ -385,11 +378,7 @@ def read_loss(result: Any, part: Slice) -> SliceLoss:
             "model's parameters. (LS507)"
         )
     weight = _read_weight(given, part.shard)
-    return SliceLoss(
-        loss=loss.reshape(()) if loss.ndim else loss,
-        weight=weight,
-        values=check_values(others, weight) if others else {},
-    )
+    return loss.reshape(()) if loss.ndim else loss, weight, check_values(others, weight) if others else {}
 
 
 def begin_backward_at(loss: Tensor) -> Tensor:

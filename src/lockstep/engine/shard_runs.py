@@ -178,12 +178,11 @@ class ShardRuns:
         return buffers_of_users({"": model, **find_networks(networks_walk([self._loss.function]), model)})
 
     def _run_shard(self, batch: ShardedBatch, part: Slice, task: ShardTask, data: Any, *, looks: bool) -> Tensor:
-        found = read_loss(self.call_loss(batch, part, data), part)
-        loss, weight = found.loss, found.weight
+        loss, weight, values = read_loss(self.call_loss(batch, part, data), part)
         if looks:
             function = self._loss.function
             warn_of_compared_samples(self.state.model, function, loss, part.num_samples, batch.num_shards)
-        self.values.add(part.shard, found.values)
+        self.values.add(part.shard, values)
         if isinstance(weight, Tensor) or weight > 0:
             self.losses.add(part.shard, loss, weight)
             root = begin_backward_at(loss)
@@ -208,7 +207,7 @@ class ShardRuns:
         with self.buffers.of_step_begin():
             # Containers anew: the loss function may have taken items out of its own.
             data = to_device(part.data, self.state.device)
-            loss = read_loss(self.call_loss(batch, part, data), part).loss
+            loss, _, _ = read_loss(self.call_loss(batch, part, data), part)
             if not has_gradients or not loss.requires_grad:
                 return [loss.detach()]
             trained = [each for each in self.state.model.parameters() if each.requires_grad]
@@ -220,7 +219,7 @@ class ShardRuns:
 
     def compute(self, batch: ShardedBatch, part: Slice) -> Tensor:
         """Run forward and backward of one slice by itself; return its loss, without a graph (local)."""
-        loss = read_loss(self.call_loss(batch, part, to_device(part.data, self.state.device)), part).loss
+        loss, _, _ = read_loss(self.call_loss(batch, part, to_device(part.data, self.state.device)), part)
         with EXPLAINED_ERRORS:
             loss.backward()
         return loss.detach()

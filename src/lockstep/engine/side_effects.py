@@ -73,14 +73,6 @@ class _SeenValue:
             set_again(self.held, value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateChanges:
-    certain: tuple[str, ...]
-    """State beyond doubt: numbers, texts, tensors that were written in place."""
-    possible: tuple[str, ...]
-    """What may be kept only to be looked at."""
-
-
 @final
 class LeftState:
     """What modules, hooks and loss functions hold at a moment, besides parameters, buffers and generators."""
@@ -91,7 +83,8 @@ class LeftState:
         self._seen = self._look(copies=True)
         self._known = frozenset(self._walk.dictionaries)
 
-    def changes(self) -> StateChanges:
+    def changes(self) -> tuple[list[str], list[str]]:
+        """Return by name what is state beyond doubt, as numbers and texts are, and what may only be kept to look at."""
         certain: dict[str, None] = {}
         possible: dict[str, None] = {}
         for before, after in self._others():
@@ -102,7 +95,7 @@ class LeftState:
             is_written = isinstance(after.held.value, Tensor) and after.held.value is before.held.value
             is_certain = before.held.depth == 1 and (is_plain or is_written)
             (certain if is_certain else possible)[_name_of(before.held)] = None
-        return StateChanges(certain=tuple(certain), possible=tuple(possible))
+        return list(certain), list(possible)
 
     def put_back(self) -> None:
         """Put back what is another now, and remove what an object has that was there without, as far as can be done."""
@@ -144,7 +137,7 @@ class StateWatch:
         self._functions = (function,)
         self._num_steps = 0
         self._before: LeftState | None = None
-        self._changes: StateChanges | None = None
+        self._changes: tuple[list[str], list[str]] | None = None
         self._told: set[str] = set()
 
     @property
@@ -175,8 +168,9 @@ class StateWatch:
         before, changes, self._before, self._changes = self._before, self._changes, None, None
         assert before is not None
         assert changes is not None
-        matters = bool(changes.possible) and can_repeat and self._is_other(before, loss, compute, compute_other)
-        names = [*changes.certain, *(changes.possible if matters else ())]
+        certain, possible = changes
+        matters = bool(possible) and can_repeat and self._is_other(before, loss, compute, compute_other)
+        names = [*certain, *(possible if matters else ())]
         if new := [name for name in names if name not in self._told]:
             self._told.update(new)
             _warn(new, matters=matters)

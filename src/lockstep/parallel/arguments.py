@@ -6,7 +6,6 @@ And what goes into a forward: how many samples it has, and in which precision it
 import logging
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,16 +33,6 @@ _SCALAR = -1
 """Stands for the first dimension of a tensor that has none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleDevices:
-    devices: tuple[torch.device, ...]
-    """Devices of its parameters, in the order in which they first come."""
-    device_ids: list[int] | None = None
-    """The one device to which forward moves its inputs; None if it leaves them alone."""
-    output_device: int | None = None
-    """What torch calls so; without effect, as in torch."""
-
-
 def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise RuntimeError(
@@ -61,14 +50,15 @@ def find_placement(
     parameters: Sequence[nn.Parameter],
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
-) -> ModuleDevices:
+) -> tuple[tuple[torch.device, ...], list[int] | None, int | None]:
+    """Return the devices of the parameters, in the order in which they first come, and torch's two attributes."""
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError("device_ids can only be None or contain a single element. (LS302)")
     devices = tuple(dict.fromkeys(parameter.device for parameter in parameters))
     if device_ids and devices[0].type != "cpu" and len(devices) == 1:
         only = _index(device_ids[0])
         output = only if output_device is None else _index(output_device)
-        return ModuleDevices(devices=devices, device_ids=[only], output_device=output)
+        return devices, [only], output
     if device_ids or output_device is not None:
         raise ValueError(
             "DistributedDataParallel device_ids and output_device arguments only work with single-device/"
@@ -76,7 +66,7 @@ def find_placement(
             f"{output_device}, and module parameters {set(devices)}. Leave both out for a module on the CPU or on "
             "several devices. (LS302)"
         )
-    return ModuleDevices(devices=devices)
+    return devices, None, None
 
 
 def find_world(process_group: ProcessGroup | None, device_mesh: Any) -> tuple[World, ProcessGroup]:

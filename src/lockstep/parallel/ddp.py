@@ -161,10 +161,10 @@ class DistributedDataParallel(TorchNames):
             parameter for name, parameter in module.named_parameters() if name not in self.parameters_to_ignore
         ]
         check_parameters([*self._module_parameters, *(parameter for _, parameter in delayed)])
-        placement = find_placement(
+        devices, self.device_ids, self.output_device = find_placement(
             self._module_parameters or [parameter for _, parameter in delayed], device_ids, output_device
         )
-        refuse_sync_batch_norm_on_cpu(module, placement.devices[0])
+        refuse_sync_batch_norm_on_cpu(module, devices[0])
         warn_of_ignored(
             check_reduction=check_reduction,
             mixed_precision=mixed_precision,
@@ -175,12 +175,11 @@ class DistributedDataParallel(TorchNames):
 
         self.module = module
         self.dim = dim
-        self.device_ids, self.output_device = placement.device_ids, placement.output_device
-        self.device, self.device_type = placement.devices[0], placement.devices[0].type
+        self.device, self.device_type = devices[0], devices[0].type
         self._input_copies = InputCopies(
-            torch.device(self.device_type, placement.device_ids[0]) if placement.device_ids else self.device
+            torch.device(self.device_type, self.device_ids[0]) if self.device_ids else self.device
         )
-        self.is_multi_device_module = len(placement.devices) > 1
+        self.is_multi_device_module = len(devices) > 1
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
