@@ -166,10 +166,6 @@ class Member:
         outcome.raise_error()
         return outcome
 
-    def ask_for_agreement(self, error: GroupError) -> StepAgreement | None:
-        """Return what a step has exchanged elsewhere, as `ask_others` (collective)."""
-        return self.ask_others(error).agreement
-
     def _complete(self, body: Callable[[], Result], finish: Callable[[], StepAgreement | None]) -> Result:
         while True:
             try:

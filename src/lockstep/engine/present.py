@@ -200,9 +200,9 @@ class PresentEngine:
         self._replace_engine(world, descriptions)
 
     def _make_engine(self, world: World, descriptions: Sequence[Description] | None) -> StepEngine:
-        engine = StepEngine(self._state, self._arguments, world, descriptions)
-        if self.member is not None:
-            engine.table.ask_others = self.member.ask_for_agreement
+        engine, member = StepEngine(self._state, self._arguments, world, descriptions), self.member
+        if member is not None:
+            engine.table.ask_others = lambda error: member.ask_others(error).agreement
         return engine
 
     def _replace_engine(self, world: World, descriptions: Sequence[Description] | None) -> None:

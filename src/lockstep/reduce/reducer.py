@@ -45,7 +45,7 @@ class Reducer:
         self.num_reductions = 0
         self.failed_on_all = False
         """Whether the last reduction ended in an error that every rank has, from the status of all."""
-        self.watch = BackwardWatch(partial(_has_group, world))
+        self.watch = BackwardWatch(lambda: world.has_group)
         self.schedule = BucketSchedule(world, reduction, purpose=options.purpose, skips_unused=options.skips_unused)
         self.times = self.schedule.times
         self._world = world
@@ -281,7 +281,3 @@ def _drop_buckets(reducer: "weakref.ref[Reducer]") -> None:
     alive = reducer()
     if alive is not None:
         alive.drop_buckets()
-
-
-def _has_group(world: World) -> bool:
-    return world.has_group

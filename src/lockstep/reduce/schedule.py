@@ -65,7 +65,7 @@ class BucketSchedule:
         self.times = StepTimes()
         self.failure: Exception | None = None
         self.on_end_of_backward: Callable[[], None] = do_nothing
-        self.send_besides: Callable[[], Finish] = _send_nothing
+        self.send_besides: Callable[[], Finish] = lambda: do_nothing
         self.observer: BackwardObserver | None = None
         self._world = world
         self._group: ProcessGroup = world.group
@@ -338,10 +338,6 @@ class BucketSchedule:
                 self._recorder.end(self._events[index])
         finish_besides, self._finish_besides = self._finish_besides, do_nothing
         finish_besides()
-
-
-def _send_nothing() -> Finish:
-    return do_nothing
 
 
 class StepMoments(NamedTuple):
