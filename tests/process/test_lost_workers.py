@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from lockstep.checkpoint.file import load_checkpoint
 from lockstep.cli.main import app
 from lockstep.launch.control import ask, connect
-from lockstep.report import MetricsFile
+from lockstep.report.metrics_file import MetricsFile
 from lockstep.runs.config import read_config
 from lockstep.runs.fit import fit
 from lockstep.runs.listing import FitResult

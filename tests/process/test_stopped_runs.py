@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from lockstep.checkpoint.file import read_manifest
 from lockstep.cli.main import app
-from lockstep.report import MetricsFile
+from lockstep.report.metrics_file import MetricsFile
 from lockstep.runs.config import read_config
 from lockstep.runs.fit import fit
 from lockstep.runs.listing import FitResult

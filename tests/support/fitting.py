@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep.processes.stop_signals import StopRequest
-from lockstep.report import MetricsFile
+from lockstep.report.metrics_file import MetricsFile
 from lockstep.runs.config import parse_config
 from lockstep.runs.fit import fit
 from lockstep.runs.listing import FitResult, StopResult

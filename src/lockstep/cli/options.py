@@ -41,10 +41,7 @@ WEIGHTS = Annotated[
 
 
 class ResumingCommand(TyperCommand):
-    """A command with an option `--resume [PATH]` and the arguments CONFIG and KEY=VALUE.
-
-    Typer does not support an option whose value may be left out before arguments.
-    """
+    """A command with `--resume [PATH]`: typer has no option whose value may be left out before arguments."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
         return super().parse_args(ctx, give_value(args))

@@ -38,8 +38,8 @@ from lockstep.launch.messages import Run, pack_call
 from lockstep.launch.restarts import Elastic, StartAgain
 from lockstep.processes.stop_signals import StopRequest, handle_stop_signals, ignore_stop_signals, stop_signals_handled
 from lockstep.recording.file_format import RECORDING_NAME
-from lockstep.report import MetricsFile, PlainLines, ProgressBar, Succession, sum_epoch
-from lockstep.report.metrics_file import read_metrics
+from lockstep.report.metrics_file import MetricsFile, Succession, read_metrics, sum_epoch
+from lockstep.report.progress import PlainLines, ProgressBar
 from lockstep.report.trackers import Following, check_trackers, make_trackers
 from lockstep.runs.changes import check_names
 from lockstep.runs.config import Config, read_config

@@ -226,10 +226,7 @@ class FailedSlice:
 
 @final
 class KeyedDataset(Dataset[Any]):
-    """A data set of whole slices, asked for by the keys of their samples.
-
-    With `are_samples` the items of the keys are samples already, and need no random state.
-    """
+    """A data set of whole slices; with `are_samples` the items of keys are samples, and need no random state."""
 
     def __init__(
         self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], *, are_samples: bool = False

@@ -37,10 +37,7 @@ class Examination:
 
 
 def examine(recording: Path, *, wants_stacks: bool = False, stall_seconds: float = STALL_SECONDS) -> Examination:
-    """Look at a job (local).
-
-    Workers that stand still, or all if wanted, are asked for their stacks, which tell the line of the user's code.
-    """
+    """Look at a job (local); workers that stand still, or all if wanted, are asked for their stacks."""
     files = last_job(read_recording(recording))
     launcher = next((file for file in files if file.is_launchers), None)
     present = [file for file in files if not file.is_launchers]

@@ -344,10 +344,7 @@ def sample_workers(files: Sequence[FileEvents]) -> dict[int, Looks]:
 
 
 def recorded_usage(launcher: FileEvents | None, workers: Sequence[FileEvents] = ()) -> dict[int, list[UsageSample]]:
-    """Return what the launcher, if any, has recorded of each process since the workers' first event, or ever.
-
-    The last sample before that is there too.
-    """
+    """Return what the launcher, if any, recorded of each process, from the last sample before the first event on."""
     if launcher is None:
         return {}
     since_ns = min((int(file.table["begin"].min()) for file in workers if len(file.table)), default=0)

@@ -156,10 +156,7 @@ class StallWatch:
         return found
 
     def _claim(self, since_ns: int) -> bool:
-        """Return whether nobody has logged a stall since this one began; then this watch does.
-
-        A run that is resumed after a boot, or on another host, finds the file of before, of another clock.
-        """
+        """Return whether no stall was logged in this boot since this one began; then this watch does."""
         boot = boot_id()
         with (self._recording / _TOLD).open("a+", encoding="ascii") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -92,10 +92,7 @@ def is_in_ipython() -> bool:
 
 
 def add_ipython_functions() -> None:
-    """Add IPython's functions to the built-in ones of a worker, for functions of notebook cells.
-
-    A worker has no IPython shell. There `display` prints its objects, as IPython's own does without a shell.
-    """
+    """Give functions of notebook cells what IPython has built in; `display` prints, as its own does without a shell."""
     vars(builtins).update(display=_display, get_ipython=_get_ipython)
 
 

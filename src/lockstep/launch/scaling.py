@@ -45,10 +45,7 @@ class RunningLaunch:
 
 @final
 class Scaling:
-    """Keeps the number of workers at what is wanted.
-
-    `problem` says why the last new worker did not join; empty if it did.
-    """
+    """Keeps the number of workers at what is wanted; `problem` says why the last new one did not join, if so."""
 
     def __init__(self, launch: RunningLaunch) -> None:
         self.num_wanted = len(launch.continuation.generation.workers)

@@ -46,10 +46,7 @@ def seed_generators(seed: int) -> None:
 
 
 def read_generator_states() -> dict[str, Any]:
-    """Return the states of the global generators: of accelerators that of the present device, if it is initialized.
-
-    NumPy's is None where it is not imported.
-    """
+    """Return the states of the global generators, of accelerators that of the present device, if it is initialized."""
     numpy = sys.modules.get("numpy")
     return {
         "python": random.getstate(),

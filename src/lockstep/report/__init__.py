@@ -2,8 +2,3 @@
 
 Everything here is a recorder of events, or reads a file of a recorder. Rank 0 reports; if it is lost, the next rank 0.
 """
-
-from lockstep.report.metrics_file import MetricsFile, Succession, sum_epoch
-from lockstep.report.progress import PlainLines, ProgressBar
-
-__all__ = ["MetricsFile", "PlainLines", "ProgressBar", "Succession", "sum_epoch"]

@@ -224,10 +224,7 @@ class _PartWriter:
         self._last = time.monotonic()
 
     def add(self, slices: Sequence[tuple[int, Columns]]) -> None:
-        """Take in the predictions of a batch: of each slice its shard and its columns; errors come with the next call.
-
-        So they are raised where the other workers are told.
-        """
+        """Take in the predictions of a batch; errors come with the next call, where the other workers are told."""
         self._added = slices
 
     def _join_slices(self) -> None:

@@ -42,10 +42,7 @@ class ShortRun:
 
 
 def run_steps(config: Config, device: torch.device, num_steps: int, reference: Path, *, is_first: bool) -> ShortRun:
-    """Train `num_steps` steps of a config (collective: every worker calls).
-
-    The first run writes its states into the folder `reference`: one file of the model's size per step.
-    """
+    """Train some steps (collective); the first run writes its state after each step as a file in `reference`."""
     # Without a lost worker it would be another number of workers.
     parts = build_parts(config.model_copy(update={"on_worker_loss": "stop", **WITHOUT_CALLBACKS}), device)
     digests: list[str] = []

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from lockstep.cli.main import app
 from lockstep.cli.options import complete_config, find_config, find_examples
 from lockstep.errors import ConfigError
-from lockstep.report import MetricsFile
+from lockstep.report.metrics_file import MetricsFile
 from lockstep.runs.config import read_config
 from lockstep.runs.fit import fit
 from lockstep.runs.listing import FitResult

@@ -14,8 +14,7 @@ from lockstep.events import (
     WorkerEnded,
     WorkersChanged,
 )
-from lockstep.report import MetricsFile, Succession
-from lockstep.report.metrics_file import read_metrics, sum_epoch
+from lockstep.report.metrics_file import MetricsFile, Succession, read_metrics, sum_epoch
 
 STARTED = RunStarted(
     world_size=2,

@@ -11,9 +11,9 @@ from lockstep.doctor.slow import SlowReport, TimeUse
 from lockstep.errors import RunDirectoryError
 from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, StepFinished
 from lockstep.recording import WorkerRecorder
-from lockstep.report import MetricsFile, PlainLines, ProgressBar, progress
-from lockstep.report.metrics_file import read_metrics
-from lockstep.report.progress import Speed, fold
+from lockstep.report import progress
+from lockstep.report.metrics_file import MetricsFile, read_metrics
+from lockstep.report.progress import PlainLines, ProgressBar, Speed, fold
 
 STARTED = RunStarted(
     world_size=2,

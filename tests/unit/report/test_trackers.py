@@ -12,8 +12,7 @@ import torch
 from lockstep.cli.train import Job, train_worker
 from lockstep.errors import ConfigError
 from lockstep.events import EpochFinished, Event, Recorders, RunStarted, StepFinished
-from lockstep.report import MetricsFile, Succession, sum_epoch
-from lockstep.report.metrics_file import read_metrics
+from lockstep.report.metrics_file import MetricsFile, Succession, read_metrics, sum_epoch
 from lockstep.report.trackers import Following, TrackedRun, check_trackers, make_trackers
 from lockstep.report.trackers.known import Ending
 from lockstep.runs.config import parse_config

@@ -12,7 +12,7 @@ from tests.support.threaded_ranks import run_ranks
 
 from lockstep.errors import CheckpointError, ConfigError, UsageError
 from lockstep.events import Recorders
-from lockstep.report import MetricsFile
+from lockstep.report.metrics_file import MetricsFile
 from lockstep.runs import predict
 from lockstep.runs.config import parse_config
 from lockstep.runs.evaluate import evaluate_saved

@@ -13,8 +13,7 @@ from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.data import Stream
 from lockstep.errors import CheckpointError, ConfigError, DataFileError
 from lockstep.events import Recorders
-from lockstep.report import MetricsFile
-from lockstep.report.metrics_file import read_metrics
+from lockstep.report.metrics_file import MetricsFile, read_metrics
 from lockstep.runs.build import RunParts, build_parts, build_scheduler
 from lockstep.runs.config import parse_config
 from lockstep.runs.fit import fit

@@ -10,7 +10,7 @@ from lockstep.checkpoint.file import read_manifest
 from lockstep.data import Cursor
 from lockstep.errors import CheckpointError
 from lockstep.processes.stop_signals import StopRequest
-from lockstep.report import sum_epoch
+from lockstep.report.metrics_file import sum_epoch
 from lockstep.runs.listing import FitResult, StopResult
 from lockstep.runs.saving import Resume
 

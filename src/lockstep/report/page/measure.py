@@ -264,10 +264,7 @@ def time_shares(table: NDArray[Any]) -> dict[str, float]:
 
 
 def phases(table: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the phases of a recording as rows of (begin, end, phase, step), in nanoseconds of its clock.
-
-    The last one ends where the recording does.
-    """
+    """Return the phases as rows of (begin, end, phase, step), in nanoseconds; the last ends with the recording."""
     rows = table[table["kind"] == EventKind.PHASE]
     if not len(rows):
         return np.empty((0, 4), np.int64)
