@@ -46,10 +46,11 @@ _CLOSED_SECONDS = 2.0
 
 
 @final
-class FunctionReport:
-    """What a worker reports on its pipe, which this owns."""
+class FunctionWorker(Worker):
+    """A worker that reports its result or its error on a pipe, which this owns."""
 
-    def __init__(self, pool: WorkerPool, pipe: int) -> None:
+    def __init__(self, number: int, device: Device, process: Process, pool: WorkerPool, pipe: int) -> None:
+        super().__init__(number, device, process)
         self.report: Report | None = None
         self._pool = pool
         self._pipe = pipe
@@ -59,44 +60,47 @@ class FunctionReport:
         os.set_blocking(pipe, False)
         pool.watch(pipe, self._receive)
 
-    def due(self, _worker: Worker) -> float:
-        return math.inf if self.report is not None or self._is_given_up else self._closed_at + _CLOSED_SECONDS
+    @property
+    def due(self) -> float:
+        if self.exit_code is not None or self.report is not None or self._is_given_up:
+            return math.inf
+        return self._closed_at + _CLOSED_SECONDS
 
     @property
     def may_tell_of_failure(self) -> bool:
         return self.report is None
 
-    def look(self, worker: Worker) -> None:
+    def look_own(self) -> None:
         if self.report is None:
             self._receive()
-        self._is_given_up |= time.monotonic() >= self.due(worker)
+        self._is_given_up |= time.monotonic() >= self.due
 
-    def end(self, code: int | None) -> End | None:
+    def said_end(self) -> End | None:
         if self.report is not None:
             if self.report.has_left:
                 return End.LEFT
             return End.FINISHED if self.report.result is not None else End.FAILED
-        return End.FAILED if code is None and self._is_given_up else None
+        return End.FAILED if self.exit_code is None and self._is_given_up else None
 
-    def failed_at(self, worker: Worker) -> float | None:
+    def said_failed_at(self) -> float | None:
         if self.report is not None:
             return self.report.time
-        return self._closed_at if worker.exit_code is None else None
+        return self._closed_at if self.exit_code is None else None
 
-    def failure(self, worker: Worker) -> WorkerFailure:
+    def failure(self) -> WorkerFailure:
         report = self.report
         if report is None:
-            return WorkerFailure(rank=worker.number, reason=self.describe_end(worker), traceback="", error=None)
+            return WorkerFailure(rank=self.number, reason=self.describe_end(), traceback="", error=None)
         error = load_error(report)
-        return WorkerFailure(rank=worker.number, reason=report.reason, traceback=report.traceback, error=error)
+        return WorkerFailure(rank=self.number, reason=report.reason, traceback=report.traceback, error=error)
 
-    def describe_end(self, worker: Worker) -> str:
-        if worker.exit_code is None:
+    def describe_end(self) -> str:
+        if self.exit_code is None:
             return "closed its pipe to the launcher and still runs"
-        silent = " without reporting a result or an error" if worker.exit_code >= 0 else ""
-        return worker.describe_exit() + silent
+        silent = " without reporting a result or an error" if self.exit_code >= 0 else ""
+        return self.describe_exit() + silent
 
-    def is_consequence(self, _worker: Worker) -> bool:
+    def is_consequence(self) -> bool:
         return self.report is not None and is_consequence(self.report)
 
     def close(self) -> None:
@@ -131,7 +135,6 @@ class FunctionWorkers:
     def __init__(
         self, first: WorkerTask, template: WorkerTemplate | None, reserved_port: int, *, can_stop: bool
     ) -> None:
-        self.reports: dict[int, FunctionReport] = {}
         self._first = first
         self._template = template
         self._reserved_port = reserved_port
@@ -144,7 +147,7 @@ class FunctionWorkers:
         with sigint_held_back(), signals_blocked(self._blocked):
             yield
 
-    def start(self, pool: WorkerPool, number: int, device: Device, channel: int) -> tuple[Process, FunctionReport]:
+    def start(self, pool: WorkerPool, number: int, device: Device, channel: int) -> FunctionWorker:
         task = replace(self._first, worker=number, rank=number, device=device.name, folder=pool.folder)
         if number >= self._first.world_size:
             task = replace(task, rank=0, world_size=1, is_joiner=True)
@@ -174,12 +177,11 @@ class FunctionWorkers:
             os.close(up_write)
         # Another thread, because a worker reads when it has imported torch: the others are started before that.
         threading.Thread(target=_send, args=(down_write, task), name=f"task of worker {number}", daemon=True).start()
-        self.reports[number] = FunctionReport(pool, up_read)
-        return process, self.reports[number]
+        return FunctionWorker(number, device, process, pool, up_read)
 
-    def let_exit(self) -> None:
-        """Let the workers that have reported a result leave their groups and exit."""
-        os.write(self._launcher_end, b"." * len(self.reports))
+    def let_exit(self, num_workers: int) -> None:
+        """Let the workers that have reported a result leave their groups and exit; so many were started."""
+        os.write(self._launcher_end, b"." * num_workers)
 
     def close(self) -> None:
         os.close(self._launcher_pipe)

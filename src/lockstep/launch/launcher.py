@@ -26,7 +26,7 @@ from lockstep.devices.request import Auto, Cpu
 from lockstep.errors import DeviceError, GroupError, counted
 from lockstep.launch.continuation import Continuation
 from lockstep.launch.environment import is_in_ipython
-from lockstep.launch.functions import NUM_DESCRIPTORS_PER_WORKER, FunctionWorkers
+from lockstep.launch.functions import NUM_DESCRIPTORS_PER_WORKER, FunctionWorker, FunctionWorkers
 from lockstep.launch.messages import Report, Run, WorkerTask, load_result, pack_call
 from lockstep.launch.rendezvous import reserved_port
 from lockstep.launch.restarts import (
@@ -266,10 +266,9 @@ def _call_once(
             needs_every_result=settings.needs_every_result,
         )
         returned = Supervision(running).wait()
-        starter.let_exit()
+        starter.let_exit(len(pool.workers))
         pool.wait_for_exits()
-        reports = [starter.reports[worker.number].report for worker in returned]
-    return [report for report in reports if report is not None]
+    return [each.report for each in returned if isinstance(each, FunctionWorker) and each.report is not None]
 
 
 def _exit_quickly_after_failure(kind: type[BaseException] | None, *_error: object) -> None:

@@ -44,6 +44,7 @@ from lockstep.launch.scaling import RunningLaunch
 from lockstep.launch.sessions import ISOLATED, check_descriptors
 from lockstep.launch.signals import SignalPipe
 from lockstep.launch.supervision import Supervision, first_failures_first
+from lockstep.launch.template import Process
 from lockstep.launch.worker_pool import End, Stopping, Worker, WorkerPool, open_pool
 from lockstep.processes.host import FREED_MEMORY_VARIABLES
 from lockstep.recording import new_recording
@@ -152,7 +153,7 @@ def run_script(job: ScriptJob) -> Ending:
         )
         pool = stack.enter_context(open_pool(starter, stopping, recording=recording, world_size=job.world_size))
         pool.watch(signals.source, partial(_raise_stopped, signals))
-        failed: list[Worker] = []
+        failed: list[ScriptWorker] = []
         stop: Signals | None = None
         try:
             pids = {rank: pool.start(rank, device).pid for rank, device in enumerate(job.placement.devices)}
@@ -160,12 +161,13 @@ def run_script(job: ScriptJob) -> Ending:
         except StoppedError as stopped:
             stop = stopped.signal
         except WorkerFailedError:
-            failed = [worker for worker in pool.workers.values() if worker.has_failed or worker.raised_at < math.inf]
+            workers = [worker for worker in pool.workers.values() if isinstance(worker, ScriptWorker)]
+            failed = [worker for worker in workers if worker.has_failed or worker.raised_at < math.inf]
         pool.end(Signals.SIGINT if stop is Signals.SIGINT else None)
         starter.print_rest(signals, _DRAIN_SECONDS if stop is not None else math.inf)
         if stop is not None:
             return _describe_stop(pool, stop)
-        return starter.describe_failure(first_failures_first(failed)) if failed else Ending(0, "")
+        return _describe_failure(first_failures_first(failed)) if failed else Ending(0, "")
 
 
 @final
@@ -192,71 +194,73 @@ def _describe_stop(pool: WorkerPool, stop: Signals) -> Ending:
 
 
 @final
-class ScriptOutput:
-    """What a script says of its end: on stderr, if that goes through the launcher, and that it has raised.
+class ScriptWorker(Worker):
+    """A worker that says of its own end what it writes to stderr, if the launcher reads that, and that it has raised.
 
     A script that has raised and is held up by a thread is the failure after some time: others may wait for it.
     """
 
-    def __init__(self, stderr: Tail | None, log: Path | None) -> None:
+    def __init__(self, number: int, device: Device, process: Process, stderr: Tail | None, log: Path | None) -> None:
+        super().__init__(number, device, process)
         self.stderr = stderr
         self._log = log
         self._is_told = self._is_given_up = False
 
-    def due(self, worker: Worker) -> float:
-        if self._is_given_up:
+    @property
+    def due(self) -> float:
+        if self.exit_code is not None or self._is_given_up:
             return math.inf
-        return worker.raised_at + (RAISED_SECONDS if self._is_told else SLOW_END_SECONDS)
+        return self.raised_at + (RAISED_SECONDS if self._is_told else SLOW_END_SECONDS)
 
     @property
     def may_tell_of_failure(self) -> bool:
         """Whether it has written a traceback: a worker ends some time after that."""
         return self.stderr is not None and self.stderr.traceback_at is not None
 
-    def look(self, worker: Worker) -> None:
-        if worker.due > time.monotonic():
+    def look_own(self) -> None:
+        if self.due > time.monotonic():
             return
         if self._is_told:
             self._is_given_up = True
             return
         self._is_told = True
         print_message(
-            f"Worker {worker.number} has raised the exception above and still runs, {SLOW_END_SECONDS:g} s later: "
-            f"{worker.held_up_by} holds it up. It is ended after {RAISED_SECONDS:g} s. (LS605)"
+            f"Worker {self.number} has raised the exception above and still runs, {SLOW_END_SECONDS:g} s later: "
+            f"{self.held_up_by} holds it up. It is ended after {RAISED_SECONDS:g} s. (LS605)"
         )
 
-    def end(self, code: int | None) -> End | None:
-        if code is None:
+    def said_end(self) -> End | None:
+        if self.exit_code is None:
             return End.FAILED if self._is_given_up else None
-        return End.EXITED if code == 0 else None
+        return End.EXITED if self.exit_code == 0 else None
 
-    def failed_at(self, worker: Worker) -> float | None:
+    def said_failed_at(self) -> float | None:
         """Return when it raised or wrote its last traceback, because exiting may take long."""
-        if worker.raised_at < math.inf:
-            return worker.raised_at
+        if self.raised_at < math.inf:
+            return self.raised_at
         traceback_at = self.stderr.traceback_at if self.stderr is not None else None
-        if traceback_at is None or (worker.exit_code or 0) < 0 or worker.ended_at - traceback_at > _TRACEBACK_SECONDS:
+        if traceback_at is None or (self.exit_code or 0) < 0 or self.ended_at - traceback_at > _TRACEBACK_SECONDS:
             return None
         return traceback_at
 
-    def failure(self, worker: Worker) -> WorkerFailure:
-        reason = self.describe_end(worker)
+    def failure(self) -> WorkerFailure:
+        reason = self.describe_end()
         if self._log is not None:
             reason += f" (log: {self._log})"
-        return WorkerFailure(rank=worker.number, reason=reason, traceback=self.traceback(worker), error=None)
+        return WorkerFailure(rank=self.number, reason=reason, traceback=self.traceback(), error=None)
 
-    def describe_end(self, worker: Worker) -> str:
-        if worker.exit_code is None:
+    def describe_end(self) -> str:
+        if self.exit_code is None:
             when = f"{RAISED_SECONDS:g} s later" if self._is_given_up else "when another had failed"
-            return f"raised an exception, and still ran {when}: {worker.held_up_by} held it up"
-        return worker.describe_exit()
+            return f"raised an exception, and still ran {when}: {self.held_up_by} held it up"
+        return self.describe_exit()
 
-    def is_consequence(self, worker: Worker) -> bool:
-        return says_another_failed(self.traceback(worker))
+    def is_consequence(self) -> bool:
+        return says_another_failed(self.traceback())
 
-    def traceback(self, worker: Worker) -> str:
+    def traceback(self) -> str:
         """Return its last traceback; empty if it was killed, because it may have caught that exception."""
-        if self.stderr is None or (worker.exit_code or 0) < 0:
+        if self.stderr is None or (self.exit_code or 0) < 0:
             return ""
         return find_traceback(self.stderr.text())
 
@@ -267,7 +271,6 @@ class ScriptOutput:
 @final
 class ScriptWorkers:
     def __init__(self, job: ScriptJob, rendezvous: Rendezvous, recording: Path | None) -> None:
-        self.outputs: dict[int, ScriptOutput] = {}
         self._job = job
         self._rendezvous = rendezvous
         self._run_id = f"{RUN_ID}{uuid.uuid4().hex}"
@@ -283,9 +286,7 @@ class ScriptWorkers:
         """Hold nothing back: here signals interrupt nothing, and a script has the mask of its launcher."""
         return nullcontext()
 
-    def start(
-        self, pool: WorkerPool, number: int, _device: Device, channel: int
-    ) -> tuple[subprocess.Popen[bytes], ScriptOutput]:
+    def start(self, pool: WorkerPool, number: int, device: Device, channel: int) -> ScriptWorker:
         job = self._job
         environment = {
             **script_variables(job, number, self._rendezvous, is_piped=self._relays is not None),
@@ -314,8 +315,7 @@ class ScriptWorkers:
                 start_new_session=True,
             )
         log = None if job.log_dir is None else log_path(job.log_dir, number, "stderr")
-        self.outputs[number] = ScriptOutput(tail, log)
-        return process, self.outputs[number]
+        return ScriptWorker(number, device, process, tail, log)
 
     def print_rest(self, signals: SignalPipe, seconds: float) -> None:
         """Print the end of what the workers wrote, until another signal comes or the time is over."""
@@ -327,19 +327,19 @@ class ScriptWorkers:
             if signals.wait(0) is not None:
                 break
 
-    def describe_failure(self, failed: Sequence[Worker]) -> Ending:
-        # The relays have printed what the workers wrote.
-        first, message = failed[0], describe_failures([worker.failure() for worker in failed], is_shown=True)
-        output = self.outputs[first.number]
-        if output.stderr is not None and not output.traceback(first):
-            last = [line for line in output.stderr.text().splitlines() if line.strip()][-_NUM_LAST_LINES:]
-            message += f"\n\nThe last lines that worker {first.number} wrote to stderr:\n" * bool(last)
-            message += "\n".join(last)
-        return Ending(exit_status(first.exit_code or 1), f"error: {message}", is_failure=True)
-
     def close(self) -> None:
         if self._relays is not None:
             self._relays.finish()
+
+
+def _describe_failure(failed: Sequence[ScriptWorker]) -> Ending:
+    # The relays have printed what the workers wrote.
+    first, message = failed[0], describe_failures([worker.failure() for worker in failed], is_shown=True)
+    if first.stderr is not None and not first.traceback():
+        last = [line for line in first.stderr.text().splitlines() if line.strip()][-_NUM_LAST_LINES:]
+        message += f"\n\nThe last lines that worker {first.number} wrote to stderr:\n" * bool(last)
+        message += "\n".join(last)
+    return Ending(exit_status(first.exit_code or 1), f"error: {message}", is_failure=True)
 
 
 def script_variables(job: ScriptJob, rank: int, rendezvous: Rendezvous, *, is_piped: bool) -> dict[str, str]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import TypeVar, final
 
 from lockstep.errors import WorkerFailedError
 from lockstep.launch.continuation import Answer
@@ -27,6 +27,7 @@ from lockstep.launch.restarts import LostWorkersError
 from lockstep.launch.scaling import RunningLaunch, Scaling
 from lockstep.launch.worker_pool import End, Worker
 
+AnyWorker = TypeVar("AnyWorker", bound=Worker)
 _LOGGER = logging.getLogger("lockstep")
 _QUESTIONS = 5
 """So many questions are asked in the time after which a worker is ended."""
@@ -269,7 +270,7 @@ class Supervision:
             self._failed_at = min(self._failed_at, time.monotonic())
             failed = self._failed() or own
             asked = [*failed, *self._running()]
-            is_sure = not any(worker.account.may_tell_of_failure for worker in asked)
+            is_sure = not any(worker.may_tell_of_failure for worker in asked)
             self._deadline = self._failed_at + patience_after(failed, is_sure=is_sure)
         for worker in done:
             self._gone.add(worker.number)
@@ -331,7 +332,7 @@ class Supervision:
             _LOGGER.warning("%s workers have returned a result: %s. (LS601)", counts, names)
 
 
-def first_failures_first(workers: Iterable[Worker]) -> list[Worker]:
+def first_failures_first(workers: Iterable[AnyWorker]) -> list[AnyWorker]:
     """Sort workers that have failed: those that have failed because another has come last."""
     return sorted(workers, key=lambda worker: (worker.is_consequence(), worker.failed_at()))
 

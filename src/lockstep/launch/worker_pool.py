@@ -1,7 +1,7 @@
 """The workers of one launch as processes: one pool, for functions and for scripts.
 
-What the two differ in is given to the pool: a `Starter`, with what a worker says of its own end (`Account`), and how
-workers are stopped (`Stopping`).
+What the two differ in is given to the pool: a `Starter`, which makes a kind of `Worker`, and how workers are stopped
+(`Stopping`).
 
                        functions (functions.py)               scripts (scripts.py)
                        ------------------------               --------------------
@@ -23,6 +23,7 @@ import os
 import selectors
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -75,40 +76,11 @@ class End(enum.Enum):
     FAILED = "raised, or exited"
 
 
-class Account(Protocol):
-    """What a worker says of its own end; its process says the rest."""
-
-    def due(self, worker: "Worker") -> float:
-        """Return when to `look` though the process runs on; infinity for never."""
-
-    @property
-    def may_tell_of_failure(self) -> bool:
-        """Whether a failure may have happened of which the launcher will know only later."""
-
-    def look(self, worker: "Worker") -> None:
-        """Take in what is known by now: the process has ended, or `due` is over."""
-
-    def end(self, code: int | None) -> End | None:
-        """Return how it stands, after exit code `code`; None if that alone says it."""
-
-    def failed_at(self, worker: "Worker") -> float | None:
-        """Return when it failed; None if its process has ended without saying."""
-
-    def failure(self, worker: "Worker") -> WorkerFailure: ...
-
-    def describe_end(self, worker: "Worker") -> str: ...
-
-    def is_consequence(self, worker: "Worker") -> bool:
-        """Return whether it says that it has failed because another worker has."""
-
-    def close(self) -> None: ...
-
-
 class Starter(Protocol):
     def signals_held_back(self) -> AbstractContextManager[None]:
         """Return the context in which a process starts, until the pool knows it."""
 
-    def start(self, pool: "WorkerPool", number: int, device: Device, channel: int) -> tuple[Process, Account]:
+    def start(self, pool: "WorkerPool", number: int, device: Device, channel: int) -> "Worker":
         """Start a worker of the pool, which leads a session and inherits `channel`."""
 
 
@@ -122,36 +94,65 @@ class Stopping:
     """Gets the failure, while the others end, if that takes a while."""
 
 
-@final
-class Worker:
-    """One worker process.
+class Worker(ABC):
+    """One worker process, with what it says of its own end.
 
     `exit_code` is -N for signal N, None while it runs. `may_leave`: it was sent a generation in which it has no rank.
     `killer` and `place`: who has killed it, and where it crashed; empty where that is not known. `raised_at` and
     `held_up_by`: when its main thread has raised, of a script that said so, and what it says keeps it from ending.
     """
 
-    def __init__(self, number: int, device: Device, process: Process, account: Account) -> None:
+    def __init__(self, number: int, device: Device, process: Process) -> None:
         self.number = number
         self.device = device
         self.process = process
-        self.account = account
         self.exit_code: int | None = None
         self.ended_at = self.raised_at = math.inf
         self.may_leave = False
         self.killer = self.place = self.held_up_by = ""
 
     @property
+    @abstractmethod
+    def due(self) -> float:
+        """When to `look_own` though the process runs on; infinity for never, and once it has ended."""
+
+    @property
+    @abstractmethod
+    def may_tell_of_failure(self) -> bool:
+        """Whether a failure may have happened of which the launcher will know only later."""
+
+    @abstractmethod
+    def look_own(self) -> None:
+        """Take in what is known by now: the process has ended, or `due` is over."""
+
+    @abstractmethod
+    def said_end(self) -> End | None:
+        """Return how it stands; None if its exit code alone says it."""
+
+    @abstractmethod
+    def said_failed_at(self) -> float | None:
+        """Return when it failed; None if its process has ended without saying."""
+
+    @abstractmethod
+    def failure(self) -> WorkerFailure: ...
+
+    @abstractmethod
+    def describe_end(self) -> str: ...
+
+    @abstractmethod
+    def is_consequence(self) -> bool:
+        """Return whether it says that it has failed because another worker has."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @property
     def pid(self) -> int:
         return self.process.pid
 
     @property
-    def due(self) -> float:
-        return math.inf if self.exit_code is not None else self.account.due(self)
-
-    @property
     def end(self) -> End:
-        if (said := self.account.end(self.exit_code)) is not None:
+        if (said := self.said_end()) is not None:
             return said
         if self.exit_code is None:
             return End.NOT_YET
@@ -175,7 +176,7 @@ class Worker:
         if self.exit_code is None:
             self.exit_code = exit_code(self.process)
             if self.exit_code is not None:
-                self.account.look(self)
+                self.look_own()
                 self.ended_at = time.monotonic()
         return self.exit_code is not None
 
@@ -195,23 +196,14 @@ class Worker:
         while not self.look() and time.monotonic() < deadline:
             time.sleep(_EXIT_POLL_SECONDS)
 
-    def is_consequence(self) -> bool:
-        return self.account.is_consequence(self)
-
-    def failure(self) -> WorkerFailure:
-        return self.account.failure(self)
-
     def failed_at(self) -> float:
         """Return when the worker failed.
 
         The launcher notices a worker that ended without saying why when the kernel has ended it. About then the other
         workers lose their connections to it and fail too. So its time is set a little earlier, before theirs.
         """
-        said = self.account.failed_at(self)
+        said = self.said_failed_at()
         return self.ended_at - EARLIER_FAILURE_SECONDS if said is None else said
-
-    def describe_end(self) -> str:
-        return self.account.describe_end(self)
 
     def describe_exit(self) -> str:
         """Return how the process has ended, whatever it has said."""
@@ -246,13 +238,13 @@ class WorkerPool:
 
     def start(self, number: int, device: Device) -> Worker:
         with self._starter.signals_held_back(), self.server.worker_end(number) as channel:
-            process, account = self._starter.start(self, number, device, channel)
-            self._sessions.adopt(process)
-            worker = self.workers[number] = Worker(number, device, process, account)
-            self._recorder.mark(EventKind.WORKER_STARTED, number, process.pid, 0)
+            worker = self._starter.start(self, number, device, channel)
+            self._sessions.adopt(worker.process)
+            self.workers[number] = worker
+            self._recorder.mark(EventKind.WORKER_STARTED, number, worker.pid, 0)
             descriptor = _CLOSED
             with contextlib.suppress(OSError):
-                descriptor = open_process(process.pid)
+                descriptor = open_process(worker.pid)
                 self.watch(descriptor, lambda: self.look(worker))
             self._exits[number] = descriptor
             return worker
@@ -279,7 +271,7 @@ class WorkerPool:
                 self.look(self.workers[number])
         for worker in self.workers.values():
             if worker.due <= time.monotonic():
-                worker.account.look(worker)
+                worker.look_own()
 
     def look(self, worker: Worker) -> bool:
         """Look whether a worker has ended; return False if it has."""
@@ -320,7 +312,7 @@ class WorkerPool:
     def release(self, worker: Worker) -> None:
         """Free all that belongs to a worker that has ended: what it has started, its process id, its descriptors."""
         self._sessions.release(worker.process)
-        worker.account.close()
+        worker.close()
 
     def wait_for_exits(self) -> None:
         """Wait until the workers have exited that have reported a result and may leave their groups; kill the rest."""
@@ -349,7 +341,7 @@ class WorkerPool:
         finally:  # also when a second Ctrl-C comes while this waits
             self._sessions.close()
             for worker in self.workers.values():
-                worker.account.close()
+                worker.close()
             self._selector.close()
             for descriptor in self._exits.values():
                 if descriptor >= 0:
