@@ -28,7 +28,7 @@ from typing import Final, final
 from lockstep.comm.calls import LONGEST_CALL, explain_mismatch
 from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.file_layout import PAGE, PHASE
-from lockstep.comm.shm.memory import Memory
+from lockstep.comm.shm.memory import Memory, read_text
 from lockstep.comm.shm.peers import Peers, PeerState
 from lockstep.comm.shm.phases import PhaseExchange
 from lockstep.errors import CollectiveMismatchError, GroupError
@@ -148,9 +148,7 @@ class PublishedCalls:
         return error
 
     def _read_call(self, rank: int, number: int) -> bytes:
-        address = self._addresses[rank] + _RING + number % _NUM_SLOTS * _SLOT_BYTES + 8
-        (length,) = struct.unpack("<i", ctypes.string_at(address, 4))
-        return ctypes.string_at(address + 4, min(max(length, 0), LONGEST_CALL))
+        return read_text(self._addresses[rank] + _RING + number % _NUM_SLOTS * _SLOT_BYTES + 8, LONGEST_CALL)
 
     def _read_line(self, rank: int) -> str:
         length = min(self._headers[rank][_LINE_LENGTH], LONGEST_CALL)

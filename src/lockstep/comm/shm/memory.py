@@ -17,6 +17,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import struct
 import sys
 import threading
 import weakref
@@ -212,6 +213,18 @@ def _forget(memory: "weakref.ref[Memory]", address: int) -> None:
     target = memory()
     if target is not None:
         target.forget(address)
+
+
+def write_text(address: int, text: bytes, most: int) -> None:
+    """Write the length of a text and then the text, of which so many bytes are kept at most."""
+    cut = text[:most]
+    ctypes.memmove(address, struct.pack("<i", len(cut)) + cut, 4 + len(cut))
+
+
+def read_text(address: int, most: int) -> bytes:
+    """Return what `write_text` has written, no more than so many bytes whatever the length there is."""
+    (length,) = struct.unpack("<i", ctypes.string_at(address, 4))
+    return ctypes.string_at(address + 4, min(max(length, 0), most))
 
 
 def _map(descriptor: int, length: int, offset: int = 0) -> Mapping:

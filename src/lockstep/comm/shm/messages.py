@@ -29,7 +29,7 @@ from lockstep.comm.calls import LONGEST_CALL
 from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.arguments import copy_into
 from lockstep.comm.shm.file_layout import FREE, FULL, MESSAGE, PAGE
-from lockstep.comm.shm.memory import Mapping, Memory
+from lockstep.comm.shm.memory import Mapping, Memory, read_text, write_text
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.work import QueuedWork, WorkQueue
 from lockstep.errors import CollectiveMismatchError, GroupError
@@ -66,7 +66,7 @@ class Sender:
                 semaphores.post_if_zero(self._any_message)
         for _ in range(min(len(chunks), len(self._slots))):
             self._peers.wait(self._target, self._free, call)
-        expected = _read_text(self._address + PAGE)
+        expected = read_text(self._address + PAGE, LONGEST_CALL)
         if expected:
             global_ranks = self._peers.global_ranks
             raise _explain(kind, global_ranks[self._peers.rank], expected, global_ranks[self._target])
@@ -139,7 +139,7 @@ class Receiver:
         fits = pending is not None and pending.kind == sent
         target = pending.place if pending is not None and fits else torch.empty(length, dtype=torch.uint8, device="cpu")
         reply = pending.kind if pending is not None and not fits else b""
-        ctypes.memmove(self._address + PAGE, struct.pack("<i", len(reply)) + reply, 4 + len(reply))
+        write_text(self._address + PAGE, reply, LONGEST_CALL)
         chunks = target.split(self._slots[0].numel()) if length else [target]
         for number, chunk in enumerate(chunks):
             if number > 0:
@@ -197,11 +197,6 @@ def _map_slots(mapping: Mapping, slot_bytes: int) -> list[Tensor]:
         torch.frombuffer(mapping, dtype=torch.uint8, count=slot_bytes, offset=2 * PAGE + number * slot_bytes)
         for number in (0, 1)
     ]
-
-
-def _read_text(address: int) -> bytes:
-    length = struct.unpack("<i", ctypes.string_at(address, 4))[0]
-    return ctypes.string_at(address + 4, min(max(length, 0), LONGEST_CALL))
 
 
 def _explain(sent: bytes, source: int, expected: bytes, target: int) -> CollectiveMismatchError:

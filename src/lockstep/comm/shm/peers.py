@@ -22,7 +22,7 @@ from typing import Final, final
 from lockstep.comm.lost_ranks import EXIT_SECONDS, may_come_from_loss
 from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.file_layout import PAGE, PHASE
-from lockstep.comm.shm.memory import Memory
+from lockstep.comm.shm.memory import Memory, read_text, write_text
 from lockstep.comm.shm.rendezvous import GroupHandles
 from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError, clause, describe_exception
 from lockstep.processes.forking import call_in_children, this_process
@@ -70,7 +70,7 @@ class RankStates:
             return
         page = self._memory.address + self._memory.layout.state(self._rank)
         if self.read(self._rank)[0] is PeerState.JOINED:
-            _write_text(page + _REASON, reason.encode())
+            write_text(page + _REASON, reason.encode(), _TEXT_BYTES)
             ctypes.memmove(page + 4, struct.pack("<i", lost), 4)
             own = self._memory.layout.semaphore(PHASE, self._rank, self._rank)
             semaphores.post(self._memory.address + own)  # orders the text before the state
@@ -80,14 +80,16 @@ class RankStates:
         """Return the state of a rank, the rank that it has lost, and why it left."""
         page = self._memory.address + self._memory.layout.state(peer)
         state, lost = struct.unpack("<ii", ctypes.string_at(page, 8))
-        return PeerState(state), lost, _read_text(page + _REASON) if state else ""
+        reason = read_text(page + _REASON, _TEXT_BYTES).decode(errors="replace") if state else ""
+        return PeerState(state), lost, reason
 
     def publish_waiting(self, call: bytes) -> None:
         """Publish the call that this rank waits in; empty for none."""
-        _write_text(self._memory.address + self._memory.layout.state(self._rank) + _WAITING, call)
+        write_text(self._memory.address + self._memory.layout.state(self._rank) + _WAITING, call, _TEXT_BYTES)
 
     def describe_waiting(self, peer: int) -> str:
-        waiting = _read_text(self._memory.address + self._memory.layout.state(peer) + _WAITING)
+        page = self._memory.address + self._memory.layout.state(peer)
+        waiting = read_text(page + _WAITING, _TEXT_BYTES).decode(errors="replace")
         name = self._global_ranks[peer]
         return f"Rank {name} waits in {waiting}" if waiting else f"Rank {name} is not in a call of this group"
 
@@ -154,16 +156,6 @@ class RankStates:
             "was killed or crashed, or ended by os._exit and did not destroy the group, as forked children of "
             "multiprocessing do. Look at its log, and in the system log for a lack of memory. (LS203)"
         )
-
-
-def _write_text(address: int, text: bytes) -> None:
-    cut = text[:_TEXT_BYTES]
-    ctypes.memmove(address, struct.pack("<i", len(cut)) + cut, 4 + len(cut))
-
-
-def _read_text(address: int) -> str:
-    length = struct.unpack("<i", ctypes.string_at(address, 4))[0]
-    return ctypes.string_at(address + 4, min(max(length, 0), _TEXT_BYTES)).decode(errors="replace")
 
 
 @final

@@ -22,7 +22,7 @@ from torch.distributed import ReduceOp
 
 from lockstep.comm.calls import LONGEST_CALL, explain_mismatch
 from lockstep.comm.shm.arithmetic import Reduction, Step, reduce_into, reduction, schedule, schedule_nodes
-from lockstep.comm.shm.memory import Memory
+from lockstep.comm.shm.memory import Memory, read_text
 from lockstep.comm.shm.peers import Peers
 from lockstep.errors import CollectiveMismatchError
 from lockstep.processes.user_line import find_user_line
@@ -30,6 +30,8 @@ from lockstep.shards.tree import Node
 
 NOWHERE = -1
 """The location of a tensor that is not in the group's memory."""
+_TEXT: Final = 8
+"""Where the text of a page begins, after the location."""
 
 
 @final
@@ -88,18 +90,13 @@ class PhaseExchange:
 
     def _explain_mismatch(self, pages: Sequence[int]) -> CollectiveMismatchError:
         """Exchange the lines of the users' code too, and return the error for different calls (collective)."""
-        calls = [_read_call(where) for where in pages]
+        calls = [read_text(where + _TEXT, LONGEST_CALL) for where in pages]
         line = self.caller if isinstance(self.caller, str) else find_user_line(self.caller)
         places, _ = self._publish(line.encode()[:LONGEST_CALL], NOWHERE, None)
-        lines = [_read_call(where).decode(errors="replace") for where in places]
+        lines = [read_text(where + _TEXT, LONGEST_CALL).decode(errors="replace") for where in places]
         return explain_mismatch(
             dict(zip(self.global_ranks, calls, strict=True)), dict(zip(self.global_ranks, lines, strict=True))
         )
-
-
-def _read_call(address: int) -> bytes:
-    length = struct.unpack("<i", ctypes.string_at(address + 8, 4))[0]
-    return ctypes.string_at(address + 12, min(max(length, 0), LONGEST_CALL))
 
 
 # The all-reduce: a reduce-scatter and an all-gather in one pipeline of phases.
