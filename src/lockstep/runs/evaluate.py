@@ -79,7 +79,7 @@ def load_parts(
         "scheduler_args": {},
         "warmup": 0.0,
         **WITHOUT_CALLBACKS,
-        **({"data": data, "data_args": {}} if ":" in data else {}),
+        **({"data": data, "data_args": {}, "overfit": None} if ":" in data else {}),
     }
     parts = build_parts(config.model_copy(update=changed), device)
     state = load_weights_of(checkpoint, parts.trainer.model, weights)

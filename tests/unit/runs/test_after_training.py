@@ -133,6 +133,10 @@ def test_other_data_can_be_evaluated(run_dir: Any, tmp_path: Path) -> None:
         )  # not those of the beginning
     large = saved.config.model_copy(update={"drop_last": True, "batch_size": 64, "warmup": 3.0})
     assert evaluate_saved(large, saved.checkpoint, "saved_model:data", CPU).num_samples == 21
+    overfitted = saved.config.model_copy(
+        update={"overfit": 1}
+    )  # it took as many of the other data, from the training set
+    assert evaluate_saved(overfitted, saved.checkpoint, "saved_model:data", CPU).num_samples == 21
     with pytest.raises(CheckpointError, match="no weights named 'swa', only its own and ema"):
         evaluate_saved(saved.config, saved.checkpoint, "test", CPU, "swa")
     assert (
