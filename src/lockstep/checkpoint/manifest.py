@@ -83,7 +83,7 @@ class Manifest:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         if _is_deep(values):
             raise CheckpointError(f"its state is nested more than {_MAX_DEPTH} levels deep")
-        return json.dumps(values, sort_keys=True)
+        return json.dumps(values)  # not sorted: the order of a dictionary may be a part of its state
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":

@@ -177,6 +177,14 @@ def test_the_manifest_is_read_alone(tmp_path: Path) -> None:
     assert replace(read_manifest(tmp_path / "a.ckpt"), checksums={}) == manifest()
 
 
+def test_a_dictionary_keeps_its_order() -> None:
+    # What a user saved with the run came back sorted by its keys, and a queue of names was another one then.
+    state = {"z": 1, "a": {"second": 2, "first": 1}}
+    read = Manifest.from_json(manifest(extra=encode_state(state, "optimizer/extra", {})).to_json()).extra
+    assert list(read) == ["z", "a"]
+    assert list(read["a"]) == ["second", "first"]
+
+
 def test_state_that_cannot_be_stored_is_named() -> None:
     with pytest.raises(CheckpointError, match="'optimizer/hook' contains a function"):
         encode_state({"hook": test_state_survives_json}, "optimizer", {})
