@@ -70,7 +70,6 @@ def find_placement(
 
 
 def find_world(process_group: ProcessGroup | None, device_mesh: Any) -> tuple[World, ProcessGroup]:
-    """Return the group that was given, that of the mesh, or the default group, and this worker's place in it."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments. (LS303)")
     if device_mesh is not None:
@@ -220,7 +219,6 @@ def call_in_precision(
 
 
 def cast_floats(values: Any, dtype: torch.dtype | None) -> Any:
-    """Return `values` with the floating-point tensors in them in `dtype`; as they are if that is None."""
     if dtype is None:
         return values
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)

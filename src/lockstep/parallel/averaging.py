@@ -339,7 +339,6 @@ class DelayedParameters:
         return cls(module, {name: named[name] for name in names}, named[trigger_name], world)
 
     def names_for_copy(self) -> tuple[list[str], str]:
-        """Return what a copy of the module needs to delay the same parameters: their names, and that of the trigger."""
         if not self._trigger_name:
             raise RuntimeError(
                 "This wrapper cannot be copied or saved: its param_to_hook_all_reduce is no parameter of the module, "

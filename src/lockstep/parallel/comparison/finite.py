@@ -144,8 +144,6 @@ def describe_nonfinite(status: GroupStatus, names: Sequence[str], backward: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LaunchedUpdate:
-    """A step that was launched before the host knew whether its gradients were finite."""
-
     largest: Tensor
     """The largest magnitude in each gradient, on the host after `arrival`."""
     arrival: torch.Event

@@ -289,8 +289,6 @@ class OutsideValue:
 
 @final
 class OutsideParameters(Check):
-    """Compares the parameters outside of every wrapper that the ranks' optimizers step with gradients."""
-
     scope = Scope.REPLICAS
 
     def __init__(self, *, may_read: bool) -> None:
@@ -382,8 +380,6 @@ def find_outside_difference(found: Sequence[tuple[OutsideValue, ...]]) -> str:
 
 @final
 class IdleOptimizers:
-    """Looks for optimizers that hold a copy of the model: their parameters never have gradients."""
-
     def __init__(self) -> None:
         self._num_reductions = 0
         self._num_idle = 0

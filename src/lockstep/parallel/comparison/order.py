@@ -287,7 +287,6 @@ _BY_GROUP: Final["weakref.WeakKeyDictionary[ProcessGroup, WrappedModels]"] = wea
 
 
 def models_over(world: World) -> WrappedModels:
-    """Return what is known of the models that this rank has wrapped over its group."""
     assert world.group is not None
     found = _BY_GROUP.get(world.group)
     if found is None:
@@ -320,8 +319,6 @@ def compare_values(model: TrainedModel, world: World, number: int) -> None:
 
 @final
 class ModelOrder(Check):
-    """Compares whose backward each rank runs, and in which order it has wrapped its models."""
-
     def __init__(self, model: TrainedModel, wrapped: WrappedModels, number: int, *, compares_names: bool) -> None:
         self.wrapper: Callable[[], nn.Module | None] = lambda: None
         self._model = model
@@ -343,7 +340,6 @@ class ModelOrder(Check):
         return self._number
 
     def record(self) -> tuple[str, NamesByModel]:
-        """Return whose backward this is, and the names of all models that were looked at."""
         return self._title, {each.number: each.names for each in self._wrapped.last()}
 
     def judge(self, found: Sequence[tuple[str, NamesByModel]], lines: Sequence[Lines]) -> LockstepError | None:
