@@ -308,6 +308,11 @@ class Member:
                         "A new worker has made a trainer that the others do not have, or not any more. (LS602)"
                     )
                 each.take_state(states[number])
+            if len(states) > len(trainers):  # it would be made among calls of the others that are steps
+                raise CheckpointError(
+                    "The others have a trainer that this new worker has not made. Make all trainers before the first "
+                    "trainer.join(). (LS602)"
+                )
 
     def _adopt(self, *, is_repeated: bool) -> None:
         """Continue with the workers that were met, if there are others than before (local, but for callbacks)."""

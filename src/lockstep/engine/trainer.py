@@ -464,11 +464,11 @@ class Trainer:
     def join(self, loop: Stateful | None = None, *, before_leaving: Callable[[], object] | None = None) -> bool:
         """Join the others, if this worker was started when they were training already (collective for new workers).
 
-        Call it when model, optimizer, loader and trainer are made, in the place where you would load a checkpoint. It
-        waits until the others begin a step, and takes the state of the run from the memory of one of them: model,
-        optimizer, scheduler, scaler, place in the data, generators. Then begin at the trainer's cursor: that is the
-        step. What the others do after the step before, as an evaluation or a save, is done then. On any other worker it
-        only notes the arguments.
+        Call it when model, optimizer, loader and trainer are made, and of several trainers all, in the place where you
+        would load a checkpoint. It waits until the others begin a step, and takes the state of the run from the memory
+        of one of them: model, optimizer, scheduler, scaler, place in the data, generators. Then begin at the trainer's
+        cursor: that is the step. What the others do after the step before, as an evaluation or a save, is done then. On
+        any other worker it only notes the arguments.
 
         Args:
             loop: What your loop keeps beside the trainer and a new worker needs, such as the best value so far: its
@@ -481,7 +481,7 @@ class Trainer:
             Whether this worker is new.
 
         Raises:
-            CheckpointError: This worker has another model or optimizer than the others.
+            CheckpointError: This worker has another model or optimizer than the others, or other trainers.
             SystemExit: It is not needed: the run has ended.
         """
         is_new = self._present.join(loop, before_leaving)

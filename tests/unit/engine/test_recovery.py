@@ -390,23 +390,32 @@ class Stub:
     def own_places(self) -> dict[str, Tensor]:
         return {}
 
+    def take_state(self, found: Any) -> None: ...
+
     def adopt(self, world: World, *, is_repeated: bool) -> None: ...
 
     def report_change(self, *_arguments: Any, **_options: Any) -> None: ...
 
 
-def test_a_new_worker_with_a_trainer_that_the_others_have_no_more_says_so() -> None:
-    # A script that makes one trainer after the other: the new worker waited for another generation without a word, and
-    # the others waited for it in their next step.
+@pytest.mark.parametrize(
+    ("is_kept", "said"),
+    [
+        # A script that makes one trainer after the other: the new worker waited for another generation without a word,
+        # and the others waited for it in their next step.
+        (False, "has made a trainer that the others do not have"),
+        # One that joins with its first trainer and then makes the second: that call met a step and ended the run.
+        (True, "a trainer that this new worker has not made. Make all trainers before"),
+    ],
+)
+def test_a_new_worker_with_other_trainers_than_the_others_says_so(is_kept: bool, said: str) -> None:
     def program(world: World) -> None:
-        member, trainer = Member(Arriving(world)), Stub()
+        member, first, second = Member(Arriving(world)), Stub(), Stub()
+        member.add(first if is_kept or world.rank == 1 else Stub())
         if world.rank == 0:
-            member.add(Stub())  # gone at once
-            member.add(trainer)
+            member.add(second)
             member.help_others()
             return
-        member.add(trainer)
-        with pytest.raises(CheckpointError, match="has made a trainer that the others do not have"):
+        with pytest.raises(CheckpointError, match=said):
             member.join()
 
     run_ranks(2, program)
