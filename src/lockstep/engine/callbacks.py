@@ -108,9 +108,14 @@ MOMENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 @final
 class Callbacks:
-    """The callbacks of a trainer, by name: that of the class, with a number for the second of one class."""
+    """The callbacks of a trainer, by name: that of the class, with a number for the second of one class.
+
+    `has_started`: `on_start` was called. `has_started_elsewhere`: this worker is new, and the others have called it.
+    """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self.has_started = not callbacks
+        self.has_started_elsewhere = False
         self._by_name: dict[str, Callback] = {}
         for each in callbacks:
             check_callback(each)

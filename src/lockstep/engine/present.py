@@ -91,6 +91,7 @@ class PresentEngine:
         self._is_in_callback = False
         self._is_in_step = False
         self._has_moved = False
+        self._has_taken_state = False
         self._trained = _trained_parameters(state.model)
         self.member = None if generations is None else _member_of(generations)
         self.engine = self._make_engine(world, descriptions)
@@ -156,16 +157,16 @@ class PresentEngine:
 
     def join(self, loop: Stateful | None, before_leaving: Callable[[], object] | None) -> bool:
         """Join the others if this worker is new (collective); return whether it is. See `Trainer.join`."""
-        self._state.worker.loop = loop
+        self._state.worker.use_loop(loop)
         if self.member is None:
             return False
         if before_leaving is not None:
             self.member.before_leaving = before_leaving
-        if not self.member.generations.is_joiner:
-            return False
-        _touch_memory(self._state.model)
-        self.member.join()
-        return True
+        if self.member.generations.is_joiner:
+            _touch_memory(self._state.model)
+            self.member.join()  # which takes the states of all trainers
+        is_new, self._has_taken_state = self._has_taken_state, False
+        return is_new
 
     # -- Engines -------------------------------------------------------------------------------------------------------
 
@@ -247,6 +248,7 @@ class PresentEngine:
     def take_state(self, found: dict[str, Any]) -> None:
         self._state.parts.load_for_worker(found)
         self._state.note_scheduler()
+        self._has_taken_state = True
 
     def report_change(self, joined: NextGeneration, world: World, seconds: float, *, is_repeated: bool) -> None:
         continued = Continued(
@@ -302,25 +304,31 @@ class Moments:
         self._state = state
         self._present = present
         self.callbacks = state.callbacks
-        self._has_started = not self.callbacks
         self._has_ended = not self.callbacks
         self._evaluations: dict[str, float] | None = None
         self._under_way: set[str] = set()
 
-    def start(self, *, is_new_worker: bool = False) -> None:
-        """Call `on_start`, once (collective, but for a new worker, of which the others have no call)."""
-        if self._has_started:
+    def start(self) -> None:
+        """Call `on_start`, once (collective, but for a new worker where the others have made this call before)."""
+        if self.callbacks.has_started:
             return
-        self._has_started = True
+        self.callbacks.has_started = True
         self.callbacks.call("on_start", self._trainer())
-        if is_new_worker:
+        if self.callbacks.has_started_elsewhere:
+            self.callbacks.has_started_elsewhere = False
             self._present.remake_alone()
         else:
             self._agree()
 
+    def start_as_others(self) -> None:
+        """Call `on_start` on a new worker, if the others have (local)."""
+        if self.callbacks.has_started_elsewhere:
+            self.start()
+
     def begin_again(self) -> None:
         """Let `on_start` be called again: a checkpoint was loaded (local)."""
-        self._has_started = self._has_ended = not self.callbacks
+        self.callbacks.has_started = self._has_ended = not self.callbacks
+        self.callbacks.has_started_elsewhere = False
 
     def end_step(self, result: StepResult) -> None:
         """Call `on_epoch` if a step was the last one of its epoch, and let a callback's end come before a stop.
@@ -386,7 +394,7 @@ class Moments:
 
     def end(self) -> None:
         """Call `on_end`, once, if training had begun (local)."""
-        if not self._has_ended and self._has_started:
+        if not self._has_ended and self.callbacks.has_started:
             self._has_ended = True
             self.callbacks.call("on_end", self._trainer())
 

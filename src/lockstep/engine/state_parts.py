@@ -259,6 +259,13 @@ class CallbacksPart(StatePart):
     def load(self, saved: State) -> None:
         self._callbacks.load_state_dict(saved.get("callbacks") or {})
 
+    def save_for_worker(self) -> dict[str, Any]:
+        return {**self.save(), "callbacks_started": self._callbacks.has_started}
+
+    def load_for_worker(self, saved: State) -> None:
+        self.load(saved)
+        self._callbacks.has_started_elsewhere = saved["callbacks_started"]
+
     def keep(self, *, is_stepped: bool) -> Callable[[], object]:
         if is_stepped:  # the steps that are put back call none
             return lambda: None
@@ -271,16 +278,27 @@ class WorkerPart(StatePart):
     """What only a worker that joins needs: a file holds no generators, for a step seeds them."""
 
     def __init__(self) -> None:
-        self.loop: Stateful | None = None
+        self._loop: Stateful | None = None
+        self._taken: Any = None
+
+    def use_loop(self, loop: Stateful | None) -> None:
+        """Save and load this too; of several trainers the others get their loops after their states."""
+        self._loop = loop
+        self._load_loop()
 
     def save_for_worker(self) -> dict[str, Any]:
-        loop = None if self.loop is None else self.loop.state_dict()
+        loop = None if self._loop is None else self._loop.state_dict()
         return {"loop": loop, "generators": read_generator_states()}
 
     def load_for_worker(self, saved: State) -> None:
-        if self.loop is not None and saved["loop"] is not None:
-            self.loop.load_state_dict(saved["loop"])
+        self._taken = saved["loop"]
+        self._load_loop()
         set_generator_states(saved["generators"])
+
+    def _load_loop(self) -> None:
+        if self._loop is not None and self._taken is not None:
+            taken, self._taken = self._taken, None
+            self._loop.load_state_dict(taken)
 
 
 @final

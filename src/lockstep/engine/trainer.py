@@ -486,7 +486,7 @@ class Trainer:
         """
         is_new = self._present.join(loop, before_leaving)
         if is_new:
-            self.moments.start(is_new_worker=True)
+            self.moments.start_as_others()
         return is_new
 
     def move_to(self, world: World) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.comm import World
+from lockstep.engine.state_parts import WorkerPart
 from lockstep.errors import CheckpointError, ParameterMismatchError
 
 STEPS = 5
@@ -612,3 +613,29 @@ def test_what_a_callback_does_in_a_moment_is_no_other_moment(tmp_path: Path) -> 
 
     assert run_ranks(2, train) == [["evaluate", "evaluate", "one.ckpt"]] * 2
     assert (tmp_path / "copy.ckpt").exists()
+
+
+def test_a_new_worker_starts_callbacks_by_itself_where_the_others_have_started_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # `join` of one trainer takes the states of all. The first step of another one made a call that the others did not
+    # make, which ended the run.
+    old = Loop(None, callbacks=[Diary()])
+    old.trainer.step(next(iter(old.loader.epoch(0))))
+    new = Loop(None, callbacks=[diary := Diary()])
+    new.trainer._present.take_state(old.trainer._present.state_for_new_worker())
+    with monkeypatch.context() as patch:
+        patch.setattr(new.trainer.moments, "_agree", lambda: pytest.fail("a call that the others do not make"))
+        new.trainer.step(next(iter(new.loader.epoch(0, 1))))
+    assert diary.moments == ["start 0.1", "step 1 of 2"]
+
+
+def test_the_loop_of_a_second_trainer_gets_its_state_on_a_new_worker() -> None:
+    # It was left out, for the state had come with the first trainer's `join`.
+    sent, taken = WorkerPart(), WorkerPart()
+    old, new = Diary(), Diary()
+    old.num_steps = 7
+    sent.use_loop(old)
+    taken.load_for_worker(sent.save_for_worker())
+    taken.use_loop(new)
+    assert new.num_steps == 7
