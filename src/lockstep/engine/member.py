@@ -334,8 +334,10 @@ class Member:
             lost, seconds = self.generations.take_losses(), time.monotonic() - self._failed_at
             self._failed_at = 0.0
             caller = self._caller() if self._is_in_call else next(iter(trainers.values()), None)
-            if caller is not None:
-                caller.report_change(dataclasses.replace(joined, lost=lost), world, seconds, is_repeated=is_repeated)
+            change = dataclasses.replace(joined, lost=lost)
+            for trainer in trainers.values():
+                is_caller = trainer is caller
+                trainer.report_change(change, world, seconds, is_repeated=is_repeated, is_caller=is_caller)
 
 
 def send_state(world: World, state: Any, targets: Sequence[int]) -> None:

@@ -250,7 +250,12 @@ class PresentEngine:
         self._state.note_scheduler()
         self._has_taken_state = True
 
-    def report_change(self, joined: NextGeneration, world: World, seconds: float, *, is_repeated: bool) -> None:
+    def report_change(
+        self, joined: NextGeneration, world: World, seconds: float, *, is_repeated: bool, is_caller: bool
+    ) -> None:
+        trainer = self._trainer()
+        if not is_caller and (trainer is None or self.engine.phase is StepPhase.CLOSED):
+            return
         continued = Continued(
             generation=joined.number,
             lost=joined.lost,
@@ -262,8 +267,9 @@ class PresentEngine:
             repeats_step=is_repeated and self._is_in_step,
             seconds=seconds,
         )
-        self.on_continued(continued, world)
-        self._state.callbacks.call("on_workers_changed", self._trainer(), continued)
+        if is_caller or self.on_continued is not _log:  # one trainer logs it
+            self.on_continued(continued, world)
+        self._state.callbacks.call("on_workers_changed", trainer, continued)
 
 
 def _member_of(generations: Generations) -> Member:

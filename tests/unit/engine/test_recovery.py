@@ -298,6 +298,8 @@ def test_two_trainers_and_groups_of_the_callers_own_continue(
         closed = Scripted(world)
         closed.trainer.close()
         seen: list[int] = []
+        # Only the trainer in whose call a worker was lost told of it.
+        second.trainer.on_continued(lambda continued, _world: seen.append(10 + continued.world_size))
         first.trainer.on_new_world(lambda present: seen.append(len(present.gather_objects(None))))
         batches = list(first.loader.epoch(0)), list(second.loader.epoch(0))
         first.trainer.step(batches[0][0])
@@ -313,7 +315,7 @@ def test_two_trainers_and_groups_of_the_callers_own_continue(
 
     (first, second, seen), other = run_with_a_loss(script, monkeypatch, program)
     assert (first, second, seen) == other
-    assert seen == [3, 2]
+    assert seen == [3, 2, 12]
     assert second == finished
     assert NUM_SHARDS > LOST
 
