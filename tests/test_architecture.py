@@ -21,6 +21,7 @@ LAYERS = (
     "torch_private",
     "processes",
     "held_objects",
+    "means",
     "recording",
     "doctor",
     "channel",

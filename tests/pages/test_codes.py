@@ -153,6 +153,18 @@ PREPARED = {
             "if 'write_rows' in globals():\n    write_rows(model, batch, 1)\n    assert model.rows.any(1).sum() == 32\n"
         ),
     ),
+    "LS533": (
+        (
+            "import torch.nn.functional as F\n"
+            "dataset = torch.utils.data.TensorDataset(inputs, torch.arange(64) // 2 % 3)\n"
+            "loader = ls.ShardedLoader(dataset, batch_size=64, num_shards=8, shuffle=False)\n"
+            "batch = next(iter(loader.epoch(0)))\n"
+        ),
+        (
+            "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+            f"{MADE.replace('loss_fn', 'loss')}trainer.step(batch)\n"
+        ),
+    ),
     "LS704": (
         "import random\n",
         (

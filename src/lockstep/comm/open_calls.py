@@ -23,13 +23,14 @@ from contextlib import suppress
 from typing import Any, Final, Protocol, final
 
 from torch import Tensor
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 
 from lockstep.errors import GroupError
 from lockstep.processes.ending import start_thread_left_alone
 from lockstep.processes.forking import call_in_children, leave_inherited_garbage_alone
 from lockstep.recording import EventKind, own_recorder
 from lockstep.recording.file_format import GROUP_SHIFT
+from lockstep.torch_private.groups import count_calls
 
 _END_SECONDS: Final = 5.0
 """How long a collective may take to end whose connections are closed: milliseconds, unless it hangs."""
@@ -64,6 +65,12 @@ class OpenGroups:
             error = self._error
         if error is not None:
             group.end_calls(error)
+
+    def num_calls(self) -> int:
+        """Return a number that is another one when this process has made a collective since (local)."""
+        with self._lock:
+            groups = list(self._groups)
+        return sum(count_calls(group) for group in groups if isinstance(group, ProcessGroup))
 
     def end_calls(self, error: GroupError) -> None:
         """End the calls of all groups, and of those to come, with `error` (local, any thread)."""

@@ -36,7 +36,7 @@ from lockstep.torch_private.modules import TorchsSyncBatchNorm, complete_optimiz
 
 _COMPARED = (
     *("num_shards", "seed", "every", "max_grad_norm", "precision", "track_grad_norm", "compile", "nonfinite"),
-    *("balance", "deterministic"),
+    *("balance", "deterministic", "exact_mean"),
 )
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
@@ -53,6 +53,7 @@ class TrainerArguments:
     scaler: GradScaler | None
     max_grad_norm: float | None
     nonfinite: str
+    exact_mean: bool
     balance: str
     deterministic: bool
     bucket_limits: BucketLimits

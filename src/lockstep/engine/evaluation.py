@@ -26,7 +26,7 @@ from lockstep.devices.transfer import to_device
 from lockstep.engine.averaging import weights_in_place
 from lockstep.engine.batches import check_world, gather_results
 from lockstep.engine.buffers import BufferSnapshot, buffer_parts
-from lockstep.engine.networks import find_networks, networks_walk
+from lockstep.engine.networks import evaluation_mode, find_networks, networks_walk
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import seed_slice
 from lockstep.engine.user_function import UserFunction
@@ -106,18 +106,6 @@ def _calls_with(
             yield calls
     finally:  # what a worker has drawn depends on which shards it ran
         reseed_generators(derive_seed("evaluated", state.seed, state.cursor.epoch, state.cursor.step))
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        # Each its own: a model that is fine-tuned may have parts in evaluation mode.
-        for module, training in modes.items():
-            module.training = training
 
 
 class ModelOfRun(Protocol):
@@ -351,7 +339,7 @@ def _singles(metric: Any) -> list[Any]:
     return [part for part in metric.modules() if isinstance(part, single)]
 
 
-def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
+def accuracy(output: Tensor, target: Tensor, *, ignore_index: int | None = None) -> tuple[float, int]:
     """Count the predictions that are right.
 
         def metric(model, batch):
@@ -363,6 +351,7 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
     Args:
         output: Scores, [N, C, ...] as `torch.nn.functional.cross_entropy` takes them, or [N, ..., C].
         target: Class numbers, [N, ...].
+        ignore_index: The class number of targets that do not count, as padding; that of the loss, say -100.
 
     Returns:
         How many are right, and of how many.
@@ -377,7 +366,10 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
             "or in two ways; expected scores [N, C, ...] or [N, ..., C] for targets [N, ...]. (LS528)"
         )
     right = output.argmax(dim) == target
-    return float(right.sum()), target.numel()
+    if ignore_index is None:
+        return float(right.sum()), target.numel()
+    counted = target != ignore_index
+    return float((right & counted).sum()), int(counted.sum())
 
 
 def has_classes(output: object, target: object) -> bool:

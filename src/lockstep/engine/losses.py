@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Real
-from typing import Any, SupportsFloat, final
+from typing import Any, NamedTuple, SupportsFloat, final
 
 import torch
 import torch.distributed as dist
@@ -194,7 +194,7 @@ class ShardLosses(StepPart):
     def add(self, shard: int, loss: Tensor, weight: float | Tensor) -> None:
         """Add the mean loss of a shard and its weight: more than zero, or a tensor on an asynchronous device."""
         if self._row is None:
-            self._losses[shard], self._weights[shard] = _weighted(_exact(loss), weight), weight
+            self._losses[shard], self._weights[shard] = times_weight(_exact(loss), weight), weight
             return
         self._row.add_loss(shard, loss, weight)
         self._losses[shard], self._weights[shard] = 0.0, ON_DEVICE if isinstance(weight, Tensor) else weight
@@ -213,7 +213,7 @@ def _exact(value: Any) -> float | Tensor:
     return float(value)
 
 
-def _weighted(mean: float | Tensor, weight: float | Tensor) -> float | Tensor:
+def times_weight(mean: float | Tensor, weight: float | Tensor) -> float | Tensor:
     """Return mean * weight; 0 where the weight is, whatever the mean: it is one of nothing."""
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, mean * weight, 0.0)
@@ -265,7 +265,7 @@ class StepValues(StepPart):
         if self._row is not None:
             for place, name in enumerate(self._places):
                 if name in found:
-                    self._row.add_value(place, shard, _weighted(*found[name]), found[name][1])
+                    self._row.add_value(place, shard, times_weight(*found[name]), found[name][1])
 
     def check(self, step: CurrentStep, rows: Rows) -> None:
         numbers = rows.of_shards(self._numbers)
@@ -301,7 +301,7 @@ class StepValues(StepPart):
 
     def _send(self) -> dict[int, dict[str, tuple[float, float]]]:
         return {
-            shard: {name: (float(_weighted(*each)), float(each[1])) for name, each in values.items()}
+            shard: {name: (float(times_weight(*each)), float(each[1])) for name, each in values.items()}
             for shard, values in self._found.items()
         }
 
@@ -324,7 +324,7 @@ class StepValues(StepPart):
             return ((shard, values[name]) for shard, values in self._found.items() if name in values)
 
         return (
-            ShardColumn(lambda: {shard: _weighted(*each) for shard, each in read()}),
+            ShardColumn(lambda: {shard: times_weight(*each) for shard, each in read()}),
             ShardColumn(lambda: {shard: weight for shard, (_, weight) in read()}),
         )
 
@@ -353,8 +353,37 @@ def _number_of(names: Iterable[str]) -> int:
     return len(ordered) << 32 | zlib.crc32("\n".join(ordered).encode())
 
 
-def read_loss(result: Any, part: Slice) -> tuple[Tensor, float | Tensor, ShardValues]:
-    """Return a slice's mean loss, its weight (samples, unless given; one on a device stays there), and other values."""
+class SliceLoss(NamedTuple):
+    loss: Tensor
+    weight: float | Tensor
+    values: ShardValues
+
+
+def read_loss(result: Any, part: Slice) -> SliceLoss:
+    """Return a slice's mean loss and its weight: samples, unless it returned another; one on a device stays there."""
+    found = split_loss(result, part.num_samples, f"shard {part.shard}")
+    if not found.loss.requires_grad:
+        raise _wrong_loss(found.loss)
+    return found
+
+
+def split_loss(result: Any, num_samples: int, where: str) -> SliceLoss:
+    """Return what a loss function has returned for a slice of so many samples; `where` is which, in words."""
+    if isinstance(result, SliceLoss):  # of a loss whose divisor is known
+        loss, given, others = result.loss, result.weight, result.values
+    else:
+        loss, given, others = _take_apart(result, num_samples)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise _wrong_loss(loss)
+    weight = _read_weight(given, where)
+    return SliceLoss(
+        loss=loss.reshape(()) if loss.ndim else loss,
+        weight=weight,
+        values=check_values(others, weight) if others else {},
+    )
+
+
+def _take_apart(result: Any, num_samples: int) -> tuple[Any, Any, Mapping[Any, Any]]:
     others: Mapping[Any, Any] = {}
     if isinstance(result, Mapping):
         if "loss" not in result:
@@ -364,21 +393,21 @@ def read_loss(result: Any, part: Slice) -> tuple[Tensor, float | Tensor, ShardVa
             )
         others = {name: value for name, value in result.items() if name != "loss"}
         result = result["loss"]
-    loss, given = result, part.num_samples
-    if isinstance(result, tuple):
-        if len(result) != 2:  # noqa: PLR2004 - loss and weight
-            raise LossError(
-                f"The loss function returned a tuple of {len(result)}, expected the mean loss of a slice, or a pair of "
-                "it and its weight. (LS507)"
-            )
-        loss, given = result
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+    if not isinstance(result, tuple):
+        return result, num_samples, others
+    if len(result) != 2:  # noqa: PLR2004 - loss and weight
         raise LossError(
-            f"The loss function returned {_describe(loss)}, expected a tensor of one number that depends on the "
-            "model's parameters. (LS507)"
+            f"The loss function returned a tuple of {len(result)}, expected the mean loss of a slice, or a pair of "
+            "it and its weight. (LS507)"
         )
-    weight = _read_weight(given, part.shard)
-    return loss.reshape(()) if loss.ndim else loss, weight, check_values(others, weight) if others else {}
+    return *result, others
+
+
+def _wrong_loss(loss: object) -> LossError:
+    return LossError(
+        f"The loss function returned {_describe(loss)}, expected a tensor of one number that depends on the "
+        "model's parameters. (LS507)"
+    )
 
 
 def begin_backward_at(loss: Tensor) -> Tensor:
@@ -406,21 +435,21 @@ def zero_over_parameters(loss: Tensor) -> Tensor | None:
     return sum(others, start=first)
 
 
-def _read_weight(weight: Any, shard: int) -> float | Tensor:
+def _read_weight(weight: Any, where: str) -> float | Tensor:
     # Plain numbers first: to ask for a protocol takes longer than all else here.
     is_number = isinstance(weight, (int, float, SupportsFloat)) and not (
         isinstance(weight, Tensor) and weight.numel() != 1
     )
     if not is_number:
         raise LossError(
-            f"The loss of shard {shard} has as its weight {_describe(weight)}, expected one number: how much the "
+            f"The loss of {where} has as its weight {_describe(weight)}, expected one number: how much the "
             "slice's mean counts, say its samples or tokens. (LS507)"
         )
     if isinstance(weight, Tensor) and is_asynchronous(weight.device):
         return weight.detach().reshape(())
     number = float(weight)
     if number < 0 or not math.isfinite(number):
-        raise LossError(f"The loss of shard {shard} has weight {number}, expected zero or more, and finite. (LS507)")
+        raise LossError(f"The loss of {where} has weight {number}, expected zero or more, and finite. (LS507)")
     return number
 
 

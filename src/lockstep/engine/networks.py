@@ -15,7 +15,8 @@ them as they are.
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, final
 
 import torch
@@ -267,3 +268,15 @@ def number_of_values(network: nn.Module) -> str:
         each for each in (*network.parameters(), *network.buffers()) if each.numel() and each.layout is torch.strided
     ]
     return f"{int(sum_of_bits(tensors)):x}" if tensors else "empty"
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        # Each its own: a model that is fine-tuned may have parts in evaluation mode.
+        for module, training in modes.items():
+            module.training = training

@@ -1,4 +1,4 @@
-"""What shards mean for code that looks at a whole batch: said once, in the first step, by the worker of shard 0.
+"""What shards mean for code that looks at a whole batch: found in the first step, by the worker of shard 0.
 
 Two things have the same bits on any number of workers, and are still not what they are in a plain loop. A buffer that a
 forward writes by rows, a memory bank or a queue, keeps the rows of shard 0 alone ([Note: buffers of shard 0]). A loss
@@ -11,16 +11,20 @@ sample, or adds over the samples. Parameters, also such as are computed from oth
 
 import itertools
 import math
+import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.engine.losses import SliceLoss
+from lockstep.errors import LossError
 from lockstep.held_objects import Walk
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.torch_private.autograd import saved_by
+from lockstep.torch_private.modules import tree_leaves
 
 _NUM_VIEWS = 4
 _NUM_NODES = 1 << 15
@@ -54,8 +58,8 @@ def warn_of_row_writes(
             return
 
 
-def warn_of_compared_samples(model: nn.Module, function: Any, loss: Tensor, num_samples: int, num_shards: int) -> None:
-    """Warn of a loss that compares samples with each other, before its backward (local)."""
+def warn_of_compared_samples(model: nn.Module, function: Any, loss: Tensor, num_samples: int, num_shards: int) -> bool:
+    """Warn of a loss that compares samples with each other, before its backward; return whether it does (local)."""
     held = [each.value for each in Walk([("", model), ("", function)])]
     modules = [each for each in held if isinstance(each, nn.Module)]
     constants = {
@@ -63,12 +67,55 @@ def warn_of_compared_samples(model: nn.Module, function: Any, loss: Tensor, num_
         for each in itertools.chain(held, *((*module.parameters(), *module.buffers()) for module in modules))
         if isinstance(each, Tensor)
     }
-    if has_compared_samples(loss, num_samples, constants):
+    compares = has_compared_samples(loss, num_samples, constants)
+    if compares:
         _warn(
             f"The loss compares the samples of a slice with each other, and each of the {num_shards} shards of a step "
             f"has its own alone, {num_samples} in shard 0: a contrastive loss has the negatives of its shard, not of "
             "the whole batch. To have more, take fewer shards, or a queue of earlier samples."
         )
+    return compares
+
+
+def split_samples(data: Any, num_samples: int) -> tuple[Any, Any] | None:
+    """Return the two halves of a slice; None where it does not say which of its numbers are of which sample."""
+    leaves = [each for each in tree_leaves(data) if isinstance(each, Tensor) and each.ndim]
+    if num_samples < 2 or not leaves or any(len(each) != num_samples for each in leaves):  # noqa: PLR2004 - halves
+        return None
+    middle = num_samples // 2
+
+    def cut(value: Any, where: slice) -> Any:
+        if isinstance(value, Tensor):
+            return value[where] if value.ndim else value
+        if isinstance(value, Mapping):
+            return {key: cut(each, where) for key, each in value.items()}
+        if type(value) not in {list, tuple}:
+            return value
+        if len(value) == num_samples and not any(isinstance(each, Tensor) and each.ndim for each in value):
+            return value[where]  # texts, say
+        return type(value)(cut(each, where) for each in value)
+
+    return cut(data, slice(middle)), cut(data, slice(middle, None))
+
+
+def check_is_mean(whole: SliceLoss, halves: Sequence[SliceLoss], dtypes: Iterable[torch.dtype]) -> None:
+    """Raise an error if the loss of a slice is not the mean of those of its halves, but for rounding in `dtypes`."""
+    weights = [float(each.weight) for each in halves]
+    losses = [float(each.loss.detach()) for each in (whole, *halves)]
+    if not all(map(math.isfinite, losses)) or not sum(weights):
+        return
+    found, mean = losses[0], sum(map(operator.mul, losses[1:], weights)) / sum(weights)
+    precision = max(torch.finfo(each).eps for each in (whole.loss.dtype, *dtypes) if each.is_floating_point)
+    if abs(found - mean) <= math.sqrt(precision) * max(map(abs, losses)):
+        return
+    raise LossError(
+        f"The loss is not a mean over samples: of a slice it is {found:.6g}, and of its halves {losses[1]:.6g} and "
+        f"{losses[2]:.6g}, whose mean is {mean:.6g} (weights {weights[0]:g} and {weights[1]:g}, without dropout). The "
+        "gradient of a step would depend on num_shards. Of a sum return the mean; of a mean over tokens, over targets "
+        "that are not ignored, or with class weights, the pair of it and what it was divided by. If the loss is to be "
+        "another function of a shard's samples, such as a root or a ratio, say so with exact_mean=False, in a config "
+        "exact_mean: false. (LS533)"
+    )
 
 
 def is_written_by_rows(before: Tensor, after: Tensor, num_samples: int) -> bool:

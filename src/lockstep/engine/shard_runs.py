@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm import World
+from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.data import ShardedBatch, Slice
 from lockstep.data.batch import ErrorPlace
 from lockstep.data.keyed import OwnGenerators, generators_of_training
@@ -19,27 +21,36 @@ from lockstep.engine.buffers import ShardZeroBuffers
 from lockstep.engine.losses import (
     DeviceRow,
     ShardLosses,
+    SliceLoss,
     StepValues,
     begin_backward_at,
     gradient_of_loss,
     read_loss,
+    split_loss,
     zero_over_parameters,
 )
-from lockstep.engine.networks import find_networks, networks_walk
+from lockstep.engine.networks import evaluation_mode, find_networks, networks_walk
 from lockstep.engine.optimizers import UpdateSpec
 from lockstep.engine.parameters import ParameterHooks
 from lockstep.engine.run_state import RunState
-from lockstep.engine.shard_notices import buffers_of_users, warn_of_compared_samples, warn_of_row_writes
-from lockstep.engine.side_effects import StateWatch
+from lockstep.engine.shard_notices import (
+    buffers_of_users,
+    check_is_mean,
+    split_samples,
+    warn_of_compared_samples,
+    warn_of_row_writes,
+)
+from lockstep.engine.side_effects import LeftState, StateWatch
 from lockstep.engine.step_table import CurrentStep, StepPart
 from lockstep.engine.user_function import EXPLAINED_ERRORS, StepPlace, UserFunction
-from lockstep.errors import LossError
+from lockstep.errors import GroupError, LossError
 from lockstep.processes.reproducibility import keep_generator_states, reseed_generators
 from lockstep.recording import NO_EVENT, EventKind, own_recorder
 from lockstep.reduce import ShardReducer, TrainedModel
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.shards import ShardTask, derive_seed
 from lockstep.torch_private.autograd import run_backward
+from lockstep.torch_private.compiler import without_compiled_parts
 from lockstep.torch_private.modules import tree_leaves, version_of
 
 Loss = Callable[..., Tensor | tuple[Tensor, float | Tensor] | Mapping[str, Any]]
@@ -107,6 +118,7 @@ class ShardRuns:
         self._functions: dict[str, UserFunction] = {}
         self._watch = StateWatch(state.model, _no_loss)
         self._loss, self._purpose = UserFunction(_no_loss, self.random.own), "shard"
+        self._may_be_no_mean = False
         self._copies = InputCopies(state.device)
 
     def choose(self, update: UpdateSpec) -> None:
@@ -151,14 +163,22 @@ class ShardRuns:
                     stopwatch.end_shard(number)
             if is_watched and part is not None:
                 is_watched = False
-                # On the worker of shard 0 alone: a loss that calls collectives would wait for the others. What is
-                # certain is looked for on all, for a forward may do otherwise on some data, or some rank.
-                can_repeat = part.shard == 0 and self.state.num_shards > 1 and versions == _versions_of(part.data)
-                other = next((each for each in batch.slices if each.shard != part.shard), part)
-                # The gradients of the last shard wait in `.grad` still.
-                compute = partial(self._compute_again, batch, has_gradients=self._watch.is_first and not is_last)
-                self._watch.judge(loss, partial(compute, part), partial(compute, other), can_repeat=can_repeat)
+                can_repeat = versions == _versions_of(part.data)
+                self._judge_first(batch, part, loss, can_repeat=can_repeat, is_last=is_last)
             self._recorder.end(event)
+
+    def _judge_first(self, batch: ShardedBatch, part: Slice, loss: Tensor, *, can_repeat: bool, is_last: bool) -> None:
+        """Look at what the first shard has shown, whose input is as it was if it can be run again (local)."""
+        # On the worker of shard 0 alone: a loss that calls collectives would wait for the others. What is certain is
+        # looked for on all, for a forward may do otherwise on some data, or some rank.
+        can_repeat = can_repeat and part.shard == 0 and self.state.num_shards > 1
+        other = next((each for each in batch.slices if each.shard != part.shard), part)
+        # The gradients of the last shard wait in `.grad` still.
+        compute = partial(self._compute_again, batch, has_gradients=self._watch.is_first and not is_last)
+        self._watch.judge(loss, partial(compute, part), partial(compute, other), can_repeat=can_repeat)
+        if self._may_be_no_mean and can_repeat:
+            self._check_mean(batch, part)
+        self._may_be_no_mean = False
 
     def end_last(self, step: CurrentStep) -> None:
         """Take the gradients of the last shard, and wait for those of all workers (collective)."""
@@ -178,10 +198,14 @@ class ShardRuns:
         return buffers_of_users({"": model, **find_networks(networks_walk([self._loss.function]), model)})
 
     def _run_shard(self, batch: ShardedBatch, part: Slice, task: ShardTask, data: Any, *, looks: bool) -> Tensor:
+        num_calls = OPEN_GROUPS.num_calls() if looks else 0
         loss, weight, values = read_loss(self.call_loss(batch, part, data), part)
         if looks:
-            function = self._loss.function
-            warn_of_compared_samples(self.state.model, function, loss, part.num_samples, batch.num_shards)
+            function, model = self._loss.function, self.state.model
+            compares = warn_of_compared_samples(model, function, loss, part.num_samples, batch.num_shards)
+            # A loss with collectives would wait for the other workers.
+            has_called = OPEN_GROUPS.num_calls() != num_calls
+            self._may_be_no_mean = self.arguments.exact_mean and not compares and not has_called
         self.values.add(part.shard, values)
         if isinstance(weight, Tensor) or weight > 0:
             self.losses.add(part.shard, loss, weight)
@@ -216,6 +240,52 @@ class ShardRuns:
             except RuntimeError:  # a reentrant checkpoint allows no such call; the loss says enough of most state
                 return [loss.detach()]
             return [loss.detach(), *(sum_of_bits([each]) for each in gradients if each is not None and each.numel())]
+
+    def _check_mean(self, batch: ShardedBatch, part: Slice) -> None:
+        """Refuse a loss that is not a mean over samples, by that of a slice and those of its halves (local).
+
+        In evaluation mode, as dropout would drop other numbers of a half. Not compared is a loss that is another one
+        from another seed, that depends on what a forward keeps, as statistics of a batch, or that has no such mode.
+        """
+        halves = split_samples(part.data, part.num_samples)
+        if halves is None:
+            return
+        middle = part.num_samples // 2
+        model, purpose = self.state.model, self._purpose
+        left, kept = LeftState(model, [self._loss.function]), self.state.kept_modules()
+        have_changed: list[bool] = []
+
+        def compute(data: Any, num_samples: int, purpose: str = purpose) -> SliceLoss:
+            self.buffers.before.put_back()
+            self._purpose = purpose
+            buffers = list(kept.buffers())
+            versions = _versions_of(buffers)
+            found = self.call_loss(batch, replace(part, data=data), to_device(data, self.state.device))
+            now = list(kept.buffers())
+            have_changed.append(list(map(id, now)) != list(map(id, buffers)) or _versions_of(now) != versions)
+            return split_loss(found, num_samples, "a part of a slice")
+
+        try:
+            with (
+                self.buffers.of_step_begin(),
+                torch.no_grad(),
+                evaluation_mode(kept),
+                without_compiled_parts(model),
+            ):
+                whole = compute(part.data, part.num_samples)
+                again = compute(part.data, part.num_samples, f"{purpose}, once more")
+                found = compute(halves[0], middle), compute(halves[1], part.num_samples - middle)
+                keeps_nothing = not any(have_changed) and not any(left.changes())
+        except GroupError:
+            raise
+        except Exception:  # noqa: BLE001 - of the user's code, which need not have an evaluation mode
+            return
+        finally:
+            self._purpose = purpose
+            left.put_back()
+        if keeps_nothing and torch.equal(whole.loss, again.loss):
+            dtypes = {each.dtype for each in model.parameters()}
+            check_is_mean(whole, found, dtypes | {self.state.precision or whole.loss.dtype})
 
     def compute(self, batch: ShardedBatch, part: Slice) -> Tensor:
         """Run forward and backward of one slice by itself; return its loss, without a graph (local)."""

@@ -89,6 +89,10 @@ class Trainer:
             parameters, buffers and optimizer as they were, on all workers alike, and continues. On a GPU, with an
             optimizer of torch's that has fused=True and without a scaler, no step waits for its loss: "stop" raises in
             the next `step`, `save`, `evaluate`, `move_to` or `close`, and the cursor is at the failed step again.
+        exact_mean: Whether the loss of a slice must be a mean over its samples, or over what its weight counts, so that
+            a step has the gradient of its whole batch. It is tried in the first step, on the slice of shard 0 and its
+            halves, in evaluation mode: another loss raises an error. False: whatever it is, a step has the mean of its
+            shards' losses, and another gradient with another `num_shards`.
         balance: "even": every worker runs the same number of shards, or one more. "speed": shards move from slow
             workers to fast ones while training; no bit of the result depends on who runs which.
         deterministic: What `lockstep.set_deterministic` is called with, which holds for the whole process. True:
@@ -134,6 +138,7 @@ class Trainer:
         track_grad_norm: bool = False,
         compile: bool | str = False,  # noqa: A002 - torch's word
         nonfinite: Literal["stop", "skip"] = "stop",
+        exact_mean: bool = True,
         balance: Literal["even", "speed"] = "even",
         deterministic: bool = True,
         bucket_limits: BucketLimits | None = None,
@@ -159,6 +164,7 @@ class Trainer:
             track_grad_norm=track_grad_norm,
             compile=compile,
             nonfinite=nonfinite,
+            exact_mean=exact_mean,
             balance=balance,
             deterministic=deterministic,
             bucket_limits=bucket_limits or BucketLimits(),

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,10 +23,12 @@ from lockstep.engine.arguments import can_be_called, check_scheduler
 from lockstep.engine.averaging import EMA, SWA, AveragedWeights
 from lockstep.engine.callbacks import Callback, check_callback
 from lockstep.engine.evaluation import MetricValues, accuracy, has_classes
+from lockstep.engine.losses import SliceLoss, split_loss, times_weight
 from lockstep.engine.schedules import ReduceLROnPlateau, make_schedule, parameter_groups
 from lockstep.engine.state_parts import Scheduler, Stateful
 from lockstep.engine.stopping import EarlyStopping, MaxSteps, MaxTime
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.means import WEIGHTED_BY_TARGET, divisor_of, has_class_numbers, has_own_forward, is_weighted_by_target
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
 from lockstep.runs.config import Config, NamedObject, parse_seconds
 from lockstep.runs.importing import call_object, import_object
@@ -51,11 +55,13 @@ _KINDS: Mapping[str, tuple[type, str]] = {
 """What an object must be that is made of a key with `KEY_args` beside it; the others can be anything."""
 _DRY_STEPS = 2
 """Steps of a dry run, and batches of each of its evaluations."""
+_IGNORED = -100
+"""The class number of a target that does not count, where the loss does not say it: torch's default."""
 _PAIRWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 _PAIRWISE_FUNCTIONS = (functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss)
 
-Criterion = Callable[[Any, Any], Tensor]
-"""A loss as a config names it: called with (output, target)."""
+Criterion = Callable[[Any, Any], Any]
+"""A loss as a config names it: called with (output, target), returns what a trainer's loss does."""
 Counter = Callable[[Any, Any], tuple[float, float]]
 """A metric as a config names it: called with (output, target), returns a sum and a count."""
 
@@ -286,6 +292,7 @@ def _build_trainer(
             track_grad_norm=config.track_grad_norm,
             max_grad_norm=config.max_grad_norm,
             nonfinite=config.nonfinite,
+            exact_mean=config.exact_mean,
             balance=config.balance,
             deterministic=config.deterministic,
             on_worker_loss="continue"
@@ -422,28 +429,69 @@ def _build_own(named: NamedObject) -> Callback:
 
 
 def build_criterion(config: Config, device: torch.device) -> Criterion:
-    loss = import_object("loss", config.loss)
-    if inspect.isclass(loss):
-        made: Criterion = make_named(config, "loss")
-        criterion = made.to(device) if isinstance(made, nn.Module) else made
-        return _with_shapes_compared(criterion) if isinstance(made, _PAIRWISE) else criterion
+    loss: Any = import_object("loss", config.loss)
+    arguments: Mapping[str, Any] = config.loss_args
+    if isinstance(loss, partial) and not loss.args:
+        loss, arguments = loss.func, {**loss.keywords, **arguments}
     if not callable(loss):
         raise ConfigError(f"loss is {config.loss!r}, a {type(loss).__name__}, expected a function or a class. (LS806)")
-    if not can_be_called(loss, None, None, **config.loss_args):
+    if not inspect.isclass(loss) and not can_be_called(loss, None, None, **arguments):
         raise ConfigError(
-            f"loss is {config.loss!r}, which cannot be called with (output, target) and loss_args {config.loss_args}: "
+            f"loss is {config.loss!r}, which cannot be called with (output, target) and loss_args {arguments}: "
             f"its parameters are {inspect.signature(loss)}. (LS806)"
         )
+    # As a module it says what it divides by.
+    kind = next((module for function, module in WEIGHTED_BY_TARGET.items() if loss is function), loss)
+    arguments = _with_tensors(kind, arguments, device)
+    if inspect.isclass(kind):
+        criterion = call_object("loss", kind, **arguments)
+    else:
+        criterion = partial(kind, **arguments) if arguments else kind
+    if isinstance(criterion, nn.Module):
+        criterion.to(device)
+    _check_is_mean(config, criterion)
+    if is_weighted_by_target(criterion) and not has_own_forward(criterion):
+        return partial(_weighted_by_target, criterion)
+    is_pairwise = isinstance(criterion, _PAIRWISE) or loss in _PAIRWISE_FUNCTIONS
+    return _with_shapes_compared(criterion) if is_pairwise else criterion
 
-    def call(output: Any, target: Any) -> Tensor:
-        found: Tensor = loss(output, target, **config.loss_args)
-        return found
 
-    return _with_shapes_compared(call) if loss in _PAIRWISE_FUNCTIONS else call
+def _with_tensors(loss: Any, arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return arguments with a tensor for each list of numbers where the loss takes tensors, as class weights are."""
+    try:
+        parameters = inspect.signature(loss).parameters
+    except (TypeError, ValueError):  # native code
+        parameters = MappingProxyType({})
+    found = dict(arguments)
+    for name, value in arguments.items():
+        takes_tensor = name in parameters and "Tensor" in str(parameters[name].annotation)
+        if takes_tensor and isinstance(value, list | int | float) and not isinstance(value, bool):
+            with _refused(f"loss_args has {name}: {value!r}, expected numbers", "(LS806)"):
+                found[name] = torch.tensor(value, dtype=torch.get_default_dtype(), device=device)
+    return found
+
+
+def _check_is_mean(config: Config, criterion: Any) -> None:
+    keywords: Mapping[str, Any] = criterion.keywords if isinstance(criterion, partial) else {}
+    reduction = keywords.get("reduction", getattr(criterion, "reduction", "mean"))
+    if reduction == "sum" or keywords.get("size_average") is False:
+        raise ConfigError(
+            f"loss is {config.loss!r}, which adds up the losses of samples, and a run trains their mean: it is the "
+            "same however a batch is divided. Write reduction: mean in loss_args, and multiply the learning rate by "
+            f"the batch size, {config.batch_size}, for the same steps of SGD. (LS806)"
+        )
+
+
+def _weighted_by_target(criterion: Any, output: Any, target: Any) -> Any:
+    """Return the mean loss with what it was divided by. [Note: means of parts] in `lockstep.means`."""
+    loss = criterion(output, target)
+    if not has_class_numbers(target):
+        return loss
+    return SliceLoss(loss=loss, weight=divisor_of(criterion, target), values={})
 
 
 def as_loss(criterion: Criterion) -> Loss:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
+    def loss(model: nn.Module, batch: Any) -> Any:
         inputs, target = input_and_target(batch)
         return criterion(model(inputs), target)
 
@@ -510,17 +558,23 @@ def _named_counter(key: str, metric: Any) -> dict[str, Counter]:
 
 
 def _as_metric(criterion: Criterion, counters: dict[str, Counter], *, has_accuracy: bool) -> Metric:
+    ignored: int = _IGNORED
+    if isinstance(criterion, partial) and criterion.func is _weighted_by_target:
+        ignored = criterion.args[0].ignore_index
+
     def evaluate(model: nn.Module, batch: Any) -> MetricValues:
         inputs, target = input_and_target(batch)
         output = model(inputs)
-        loss = criterion(output, target)
-        num_samples = _count_samples(target)
-        values: dict[str, tuple[float | Tensor, float]] = {"loss": (loss.double() * num_samples, num_samples)}
+        found = split_loss(criterion(output, target), _count_samples(target), "a slice")
+        values: dict[str, tuple[float | Tensor, float | Tensor]] = {
+            name: (times_weight(mean.double() if isinstance(mean, Tensor) else mean, weight), weight)
+            for name, (mean, weight) in {"loss": (found.loss, found.weight), **found.values}.items()
+        }
         with torch.autocast(next(model.parameters()).device.type, enabled=False):  # the trainer's is around it
             for name, counter in counters.items():
                 values[name] = counter(output, target)
         if has_accuracy and has_classes(output, target):
-            values["accuracy"] = accuracy(output, target)
+            values["accuracy"] = accuracy(output, target, ignore_index=ignored)
         return values
 
     return evaluate

@@ -125,6 +125,8 @@ class Config(BaseModel):
     """The dtype of torch.autocast for model and loss; parameters keep their dtype."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss that is not finite does: stop the run, or skip the step."""
+    exact_mean: bool = True
+    """Whether to refuse a loss that is not a mean over samples, whose gradient depends on `num_shards`."""
     balance: Literal["even", "speed"] = "even"
     """Whether shards move from slow workers to fast workers; this does not change the result."""
     callbacks: list[NamedObject] = []

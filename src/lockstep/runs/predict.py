@@ -23,7 +23,8 @@ from lockstep.checkpoint.atomic_write import atomic_write
 from lockstep.comm import current_world
 from lockstep.data import ShardedBatch, Slice
 from lockstep.engine.batches import gather_results
-from lockstep.engine.evaluation import SliceCalls, evaluation_mode
+from lockstep.engine.evaluation import SliceCalls
+from lockstep.engine.networks import evaluation_mode
 from lockstep.errors import ConfigError
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
 from lockstep.runs.build import TRAIN, make_loader, make_named, preferred_set, split_sets, unknown_set

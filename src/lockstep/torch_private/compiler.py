@@ -8,6 +8,7 @@ autograd engine, and a process group written in Python. It would compile each of
 import importlib
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
@@ -81,6 +82,11 @@ def compile_module(module: nn.Module, backend: str) -> None:
 
 def has_compiled_part(module: nn.Module) -> bool:
     return any(each._compiled_call_impl is not None or is_compiled_module(each) for each in module.modules())
+
+
+def without_compiled_parts(module: nn.Module) -> AbstractContextManager[object]:
+    """Let compiled parts run uncompiled in this context: for other shapes they would be compiled anew."""
+    return torch.compiler.set_stance("force_eager") if has_compiled_part(module) else nullcontext()
 
 
 def is_compiler_error(error: BaseException) -> bool:

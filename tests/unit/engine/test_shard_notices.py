@@ -13,15 +13,17 @@ from torch.utils.data import TensorDataset
 
 from lockstep.data import ShardedLoader
 from lockstep.engine import Trainer
+from lockstep.errors import LossError
 
 ROWS, WIDTH, BATCH, NUM_SHARDS = 6, 6, 24, 4
 """As wide as a slice has samples: a shape alone proves nothing."""
 
 
-def take_steps(net: nn.Module, loss: Any, num_shards: int = NUM_SHARDS) -> None:
+def take_steps(net: nn.Module, loss: Any, num_shards: int = NUM_SHARDS, *, exact_mean: bool = True) -> None:
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(2 * BATCH, WIDTH, generator=generator), torch.arange(2 * BATCH) % WIDTH)
-    trainer = Trainer(net, torch.optim.SGD(net.parameters(), lr=0.1), loss=loss, num_shards=num_shards)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    trainer = Trainer(net, optimizer, loss=loss, num_shards=num_shards, exact_mean=exact_mean)
     for batch in ShardedLoader(data, batch_size=BATCH, num_shards=num_shards, seed=1).epoch(0):
         trainer.step(batch)
 
@@ -165,3 +167,72 @@ def test_with_one_shard_there_is_nothing_to_say() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         take_steps(Bank(write_at_pointer), lambda net, batch: nt_xent(*views(net, batch)), num_shards=1)
+
+
+def root_of_error(net: nn.Module, batch: Any) -> Tensor:
+    return mse_loss(net(batch[0]).sum(1), batch[1].float()).sqrt()
+
+
+def noisy(net: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(net(batch[0] + 0.1 * torch.randn(batch[0].shape)), batch[1])
+
+
+def penalized(net: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(net(batch[0]), batch[1]) + sum(each.square().sum() for each in net.parameters())
+
+
+def only_in_training(net: nn.Module, batch: Any) -> Tensor:
+    assert net.training
+    return 2 * cross_entropy(net(batch[0]), batch[1])
+
+
+CLASS_WEIGHTS = torch.tensor([0.1, 1.0, 3.0, 2.0, 1.0, 0.5])
+NO_MEANS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "sum": lambda net, batch: cross_entropy(net(batch[0]), batch[1], reduction="sum"),
+    "sum as of a metric": lambda net, batch: (cross_entropy(net(batch[0]), batch[1], reduction="sum"), len(batch[1])),
+    "class weights": lambda net, batch: cross_entropy(net(batch[0]), batch[1], weight=CLASS_WEIGHTS),
+    "ignored targets": lambda net, batch: cross_entropy(net(batch[0]), batch[1], ignore_index=2),
+    "root": root_of_error,
+    "in a dictionary": lambda net, batch: {"loss": cross_entropy(net(batch[0]), batch[1], weight=CLASS_WEIGHTS)},
+}
+MEANS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "mean": lambda net, batch: cross_entropy(net(batch[0]), batch[1]),
+    "class weights": lambda net, batch: (
+        cross_entropy(net(batch[0]), batch[1], weight=CLASS_WEIGHTS),
+        CLASS_WEIGHTS[batch[1]].sum(),
+    ),
+    "ignored targets": lambda net, batch: (
+        cross_entropy(net(batch[0]), batch[1], ignore_index=2),
+        (batch[1] != 2).sum(),
+    ),
+    "penalty": penalized,
+    "noise": noisy,
+    "no evaluation mode": only_in_training,
+}
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(encoder(), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("make", [encoder, dropping])
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_a_loss_that_is_no_mean_over_samples_is_refused_in_the_first_step(
+    name: str, make: Callable[[], nn.Module]
+) -> None:
+    net = make()
+    before = [each.clone() for each in net.state_dict().values()]
+    with pytest.raises(LossError, match=r"not a mean over samples: .* exact_mean=False.* \(LS533\)"):
+        take_steps(net, NO_MEANS[name])
+    assert all(map(torch.equal, before, net.state_dict().values()))
+
+
+@pytest.mark.parametrize("make", [encoder, dropping])
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_over_samples_is_trained(name: str, make: Callable[[], nn.Module]) -> None:
+    take_steps(make(), MEANS[name])
+
+
+def test_a_loss_of_another_kind_is_trained_where_that_is_said() -> None:
+    take_steps(encoder(), root_of_error, exact_mean=False)
+    take_steps(encoder(), root_of_error, num_shards=1)  # the shard is the batch

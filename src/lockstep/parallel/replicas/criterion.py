@@ -1,16 +1,15 @@
 """`DataParallelCriterion`: the loss of a batch whose outputs stay on the replicas' devices."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature, unwrap
-from types import MappingProxyType
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from lockstep.means import WEIGHTED_BY_TARGET, divisor_of, has_class_numbers, has_own_forward, is_weighted_by_target
 from lockstep.parallel.replicas.copies import (
     Copies,
     Replicas,
@@ -22,11 +21,6 @@ from lockstep.parallel.replicas.data_parallel import DeviceId, as_device
 from lockstep.parallel.replicas.scatter import join_outputs, scatter_arguments, tensors_in
 from lockstep.parallel.replicas.threads import ReplicaThreads
 from lockstep.torch_private.compiler import is_compiled_function, keep_compiler_out, mark_uncompiled
-
-_WEIGHTED_BY_TARGET: Mapping[Callable[..., Any], type[nn.Module]] = MappingProxyType(
-    {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss: nn.NLLLoss}
-)
-"""Losses whose mean is weighted by class weights and leaves out `ignore_index`: as a function, and as a module."""
 
 
 @final
@@ -183,7 +177,7 @@ def _as_module(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Return a module for `cross_entropy` and `nll_loss`, as it keeps class weights, which must not be split."""
     bound = criterion if isinstance(criterion, partial) and not criterion.args else partial(criterion)
-    for known, kind in _WEIGHTED_BY_TARGET.items():
+    for known, kind in WEIGHTED_BY_TARGET.items():
         if bound.func is known:
             options = signature(known).bind(None, *targets, **{**bound.keywords, **kwargs}).arguments
             target = options.pop("target")
@@ -201,19 +195,15 @@ def _replica_loss(
     criterion: Any, output: Any, targets: tuple[Any, ...], kwargs: dict[str, Any], dim: int
 ) -> _ReplicaLoss:
     target = targets[0] if targets else kwargs.get("target")
-    kinds = tuple(_WEIGHTED_BY_TARGET.values())
-    is_weighted = isinstance(criterion, kinds) and criterion.reduction == "mean"
-    has_own_forward = is_weighted and (
-        "forward" in vars(criterion) or type(criterion).forward not in [each.forward for each in kinds]
-    )
-    # Class probabilities have a mean over samples.
-    if is_weighted and not has_own_forward and isinstance(target, Tensor) and not target.is_floating_point():
+    is_weighted = is_weighted_by_target(criterion)
+    is_unknown = is_weighted and has_own_forward(criterion)
+    if is_weighted and not is_unknown and isinstance(target, Tensor) and has_class_numbers(target):
         # A sum and not a mean: if all targets of a replica are ignored, the mean is 0 / 0 and no weight can repair it.
         criterion.reduction = "none"  # the attribute of the replica, not of the user's module
         each: Tensor = criterion(output, *targets, **kwargs)
         return _ReplicaLoss(
             loss=each.sum(dtype=_accumulation_dtype(each)),
-            weight=_divisor(criterion, target),
+            weight=divisor_of(criterion, target),
             is_sum=True,
             dtype=each.dtype,
         )
@@ -221,7 +211,7 @@ def _replica_loss(
     if isinstance(result, tuple):
         loss, weight = result
         return _ReplicaLoss(loss=loss, weight=weight, is_sum=False, dtype=loss.dtype)
-    if has_own_forward:
+    if is_unknown:
         raise TypeError(
             f"The criterion is a {type(criterion).__name__} with an overridden forward, so it is unknown what its mean "
             "divides by (class weights, ignore_index). "
@@ -229,14 +219,6 @@ def _replica_loss(
         )
     [counted, *_] = [*tensors_in((targets, kwargs)), *tensors_in(output)]
     return _ReplicaLoss(loss=result, weight=counted.size(dim), is_sum=False, dtype=result.dtype)
-
-
-def _divisor(criterion: Any, target: Tensor) -> Tensor:
-    counts: Tensor = target != criterion.ignore_index
-    if criterion.weight is None:
-        return counts.sum()
-    weights: Tensor = criterion.weight[target.masked_fill(~counts, 0)] * counts
-    return weights.sum()
 
 
 def _accumulation_dtype(tensor: Tensor) -> torch.dtype:

@@ -1,0 +1,160 @@
+"""A run's gradient with a loss of torch is that of the whole batch, on any number of shards; or the loss is refused."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from lockstep.errors import ConfigError
+from lockstep.runs.build import as_loss, build_criterion, build_metrics
+from lockstep.runs.config import parse_config
+
+NUM_SAMPLES, NUM_CLASSES, LENGTH = 24, 4, 5
+CPU = torch.device("cpu")
+CLASS_WEIGHTS = [0.4, 2.2, 6.7, 1.0]
+
+
+@pytest.fixture(autouse=True)
+def _in_double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Net(nn.Module):
+    """Scores [N, C], or [N, C, T] where `length` is T."""
+
+    def __init__(
+        self, outputs: int = NUM_CLASSES, length: int = 0, after: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(3, outputs * max(length, 1))
+        self.shape = (-1, outputs, length) if length else (-1, outputs)
+        self.after = after
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.linear(inputs).reshape(self.shape)
+        return output if self.after is None else self.after(output)
+
+
+def targets(kind: str) -> Tensor:
+    torch.manual_seed(5)
+    if kind == "numbers":
+        return torch.randn(NUM_SAMPLES, NUM_CLASSES)
+    if kind == "probabilities":
+        return torch.rand(NUM_SAMPLES, NUM_CLASSES).softmax(1)
+    if kind == "bits":
+        return torch.randint(2, (NUM_SAMPLES, NUM_CLASSES)).double()
+    if kind == "signs":
+        return torch.randint(2, (NUM_SAMPLES, NUM_CLASSES)).double() * 2 - 1
+    classes = torch.randint(NUM_CLASSES, (NUM_SAMPLES, LENGTH) if kind == "padded" else (NUM_SAMPLES,))
+    if kind == "padded":  # texts of other lengths, one of nothing
+        classes[torch.arange(LENGTH) >= torch.arange(NUM_SAMPLES)[:, None] % (LENGTH + 1)] = -100
+    if kind == "ignored":
+        classes[: NUM_SAMPLES // 2] = 1
+    return classes
+
+
+def make_criterion(loss: str, loss_args: dict[str, Any]) -> Any:
+    values = {"data": "m:d", "model": "m:n", "optimizer": "torch.optim:SGD", "batch_size": NUM_SAMPLES}
+    return build_criterion(parse_config({**values, "loss": loss, "loss_args": loss_args}, "config"), CPU)
+
+
+def gradient(net: Net, loss: Any, target: Tensor, num_shards: int) -> Tensor:
+    """Return the gradient of one step over all samples."""
+    before = net.linear.weight.detach().clone()
+    trainer = ls.Trainer(net, torch.optim.SGD(net.parameters(), lr=1.0), loss=loss, num_shards=num_shards)
+    torch.manual_seed(7)
+    data = TensorDataset(torch.randn(NUM_SAMPLES, 3), target)
+    for batch in ls.ShardedLoader(data, batch_size=NUM_SAMPLES, num_shards=num_shards, shuffle=False).epoch(0):
+        trainer.step(batch)
+    return before - net.linear.weight.detach()
+
+
+CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
+    "cross_entropy": ("torch.nn.functional:cross_entropy", {}, "classes", {}),
+    "weights": ("torch.nn.functional:cross_entropy", {"weight": CLASS_WEIGHTS}, "classes", {}),
+    "weights of a class": ("torch.nn:CrossEntropyLoss", {"weight": CLASS_WEIGHTS}, "classes", {}),
+    "weights, smoothed": (
+        "torch.nn:CrossEntropyLoss",
+        {"weight": CLASS_WEIGHTS, "label_smoothing": 0.2},
+        "classes",
+        {},
+    ),
+    "ignored class": ("torch.nn:CrossEntropyLoss", {"ignore_index": 1}, "ignored", {}),
+    "padded": ("torch.nn.functional:cross_entropy", {}, "padded", {"length": LENGTH}),
+    "padded, weights": ("torch.nn:CrossEntropyLoss", {"weight": CLASS_WEIGHTS}, "padded", {"length": LENGTH}),
+    "probabilities": ("torch.nn:CrossEntropyLoss", {"weight": CLASS_WEIGHTS}, "probabilities", {}),
+    "nll": ("torch.nn:NLLLoss", {"weight": CLASS_WEIGHTS}, "classes", {"after": nn.LogSoftmax(1)}),
+    "nll, padded": ("torch.nn.functional:nll_loss", {}, "padded", {"length": LENGTH, "after": nn.LogSoftmax(1)}),
+    "mse": ("torch.nn:MSELoss", {}, "numbers", {}),
+    "l1": ("torch.nn.functional:l1_loss", {}, "numbers", {}),
+    "smooth l1": ("torch.nn:SmoothL1Loss", {"beta": 0.5}, "numbers", {}),
+    "huber": ("torch.nn:HuberLoss", {}, "numbers", {}),
+    "bce": ("torch.nn:BCELoss", {}, "bits", {"after": nn.Sigmoid()}),
+    "bce with logits": ("torch.nn:BCEWithLogitsLoss", {"pos_weight": CLASS_WEIGHTS}, "bits", {}),
+    "bce, weights": ("torch.nn.functional:binary_cross_entropy_with_logits", {"weight": CLASS_WEIGHTS}, "bits", {}),
+    "kl, mean": ("torch.nn:KLDivLoss", {"reduction": "mean"}, "probabilities", {"after": nn.LogSoftmax(1)}),
+    "kl, batchmean": ("torch.nn:KLDivLoss", {"reduction": "batchmean"}, "probabilities", {"after": nn.LogSoftmax(1)}),
+    "poisson": ("torch.nn:PoissonNLLLoss", {}, "bits", {}),
+    "soft margin": ("torch.nn:SoftMarginLoss", {}, "signs", {}),
+    "hinge": ("torch.nn:HingeEmbeddingLoss", {}, "signs", {}),
+    "multi label": ("torch.nn:MultiLabelSoftMarginLoss", {"weight": CLASS_WEIGHTS}, "bits", {}),
+    "multi margin": ("torch.nn:MultiMarginLoss", {"weight": CLASS_WEIGHTS}, "classes", {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_is_that_of_the_whole_batch(name: str, num_shards: int) -> None:
+    loss, arguments, kind, changes = CASES[name]
+    target, net = targets(kind), Net(**changes)
+    torch.manual_seed(7)
+    output = net(torch.randn(NUM_SAMPLES, 3))
+    known = getattr(nn if hasattr(nn, loss.partition(":")[2]) else functional, loss.partition(":")[2])
+    given = {key: torch.tensor(each) if isinstance(each, list) else each for key, each in arguments.items()}
+    whole = known(**given)(output, target) if isinstance(known, type) else known(output, target, **given)
+    (expected,) = torch.autograd.grad(whole, net.linear.weight)
+    found = gradient(net, as_loss(make_criterion(loss, arguments)), target, num_shards)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("loss", "arguments"),
+    [
+        ("torch.nn:MSELoss", {"reduction": "sum"}),
+        ("torch.nn.functional:cross_entropy", {"reduction": "sum"}),
+        ("torch.nn.functional:mse_loss", {"reduction": "sum"}),
+        ("torch.nn:CrossEntropyLoss", {"size_average": False}),
+        ("torch.nn.functional:mse_loss", {"size_average": False}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:size_average")
+def test_a_sum_is_refused(loss: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"adds up the losses of samples.*reduction: mean.*24"):
+        make_criterion(loss, arguments)
+
+
+def test_an_evaluation_counts_what_the_loss_counts() -> None:
+    target, net = targets("padded"), Net(length=LENGTH)
+    criterion = make_criterion("torch.nn.functional:cross_entropy", {"weight": CLASS_WEIGHTS})
+    values = {"data": "m:d", "model": "m:n", "optimizer": "torch.optim:SGD", "batch_size": NUM_SAMPLES}
+    metric, _ = build_metrics(parse_config(values, "config"), criterion, CPU)
+    torch.manual_seed(7)
+    data = TensorDataset(torch.randn(NUM_SAMPLES, 3), target)
+    trainer = ls.Trainer(net, torch.optim.SGD(net.parameters(), lr=0.1), loss=as_loss(criterion), num_shards=3)
+    found = trainer.evaluate(ls.ShardedLoader(data, batch_size=6, num_shards=3, shuffle=False), metric)
+    output = net(data.tensors[0])
+    expected = functional.cross_entropy(output, target, torch.tensor(CLASS_WEIGHTS))
+    assert math.isclose(found["loss"].value, expected.item(), rel_tol=1e-12)
+    counted = target != -100
+    assert found["accuracy"].weight == counted.sum()
+    assert found["accuracy"].value == (output.argmax(1) == target)[counted].double().mean()
