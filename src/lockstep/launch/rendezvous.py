@@ -116,7 +116,7 @@ class GuardedStore:
             self._guard.close()
 
     def connect(self) -> socket.socket:
-        """Return a connection to the store; `OSError` if others connected each time before its port was guarded."""
+        """Return a connection to the store; `OSError` if it cannot be opened, or not before others have connected."""
         if self._guard is None:
             self._guard = self._open()
         return self._guard.connect()
@@ -134,7 +134,13 @@ class GuardedStore:
                 guard = PortGuard(listener)
                 host, port = address
                 descriptor = listener.detach()
-                self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+                try:
+                    self._store = TCPStore(
+                        host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+                    )
+                except RuntimeError as error:  # torch's errors, that of a socket among them
+                    guard.close()
+                    raise OSError(str(error).partition("\n")[0]) from error
             if not guard.close_to_all() or (self._store.num_keys() == 0 and _count_connections(address) == 1):
                 return guard
             guard.close()
