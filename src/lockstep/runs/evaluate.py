@@ -145,20 +145,41 @@ def measure(
     return found
 
 
-def measure_all(parts: RunParts) -> dict[str, Mean]:
+@dataclass(frozen=True, slots=True)
+class RunMeans:
+    """The means over all data sets that a run evaluates."""
+
+    by_name: Mapping[str, Mean]
+    others: Sequence[str]
+    """The names of those over another set than the test set."""
+
+    def values(self) -> dict[str, float]:
+        return {name: mean.value for name, mean in self.by_name.items()}
+
+    def split_by_set(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the values of the test set, and those of others."""
+        test = {name: value for name, value in self.values().items() if name not in self.others}
+        return test, {name: self.by_name[name].value for name in self.others}
+
+
+def measure_all(parts: RunParts) -> RunMeans:
     """Return the means over all data sets that a run evaluates, also with averaged weights (collective).
 
     Those of the test set have the names of the metrics, those of others are called `val_loss`; averaged weights come
     first: `ema_loss`, `ema_val_loss`.
     """
     found: dict[str, Mean] = {}
+    others: list[str] = []
     with parts.trainer.moments.one_evaluation():
         for set_name, loader in parts.evaluated.items():
             for average, weights in [("", None), *parts.averages.items()]:
                 prefix = _prefix(average, set_name)
-                means = measure(parts, loader, weights=weights, name=prefix)
-                found.update({_full_name(prefix, key): mean for key, mean in means.items()})
-    return found
+                measured = measure(parts, loader, weights=weights, name=prefix)
+                means = {_full_name(prefix, key): mean for key, mean in measured.items()}
+                found |= means
+                if set_name != TEST:
+                    others += means
+    return RunMeans(found, others)
 
 
 def _prefix(average: str, set_name: str) -> str:
@@ -168,24 +189,6 @@ def _prefix(average: str, set_name: str) -> str:
 
 def _full_name(prefix: str, metric: str) -> str:
     return f"{prefix}_{metric}" if prefix else metric
-
-
-def values_of(means: Mapping[str, Mean]) -> dict[str, float]:
-    return {name: mean.value for name, mean in means.items()}
-
-
-def split_by_set(parts: RunParts, values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    others = tuple(
-        f"{prefix}{name}_"
-        for name in parts.evaluated
-        if name != TEST
-        for prefix in ["", *map("{}_".format, parts.averages)]
-    )
-    is_other = {name: name.startswith(others) for name in values}
-    return (
-        {name: value for name, value in values.items() if not is_other[name]},
-        {name: value for name, value in values.items() if is_other[name]},
-    )
 
 
 def update_statistics(parts: RunParts) -> bool:

@@ -35,7 +35,7 @@ from lockstep.recording import own_recorder
 from lockstep.runs.build import RunParts, build_parts
 from lockstep.runs.config import Config
 from lockstep.runs.environment import gather_facts, write_environment
-from lockstep.runs.evaluate import check_metric_names, measure_all, split_by_set, update_statistics, values_of
+from lockstep.runs.evaluate import RunMeans, check_metric_names, measure_all, update_statistics
 from lockstep.runs.importing import call_object, import_object
 from lockstep.runs.listing import FitResult, StopResult
 from lockstep.runs.saving import Resume, RunSaver, restore_run
@@ -82,16 +82,17 @@ def fit(
     if is_over:
         test = measure_all(parts)
     trainer.moments.end()
-    counted = test.get("accuracy", test.get("loss"))
+    means = test.by_name
+    counted = means.get("accuracy", means.get("loss"))
     return FitResult(
         digest=trainer.digest(),
         fingerprint=str(trainer.fingerprint()),
-        test=values_of(test),
+        test=test.values(),
         num_test_samples=counted.weight if counted is not None else 0,
-        num_right=test["accuracy"].total if "accuracy" in test else None,
+        num_right=means["accuracy"].total if "accuracy" in means else None,
         is_saved=(run_dir / checkpoint_name(trainer.global_step)).exists(),
         finish=_finish(config, trainer),
-        others=list(split_by_set(parts, values_of(test))[1]),
+        others=test.others,
         end_reason=trainer.end_reason,
     )
 
@@ -164,14 +165,14 @@ class TrainingContext:
         self.saver.take_over(self.parts.trainer, self.parts.scheduler, world)
 
 
-def _train_epochs(training: TrainingContext) -> dict[str, Any] | None:
+def _train_epochs(training: TrainingContext) -> RunMeans | None:
     """Train, evaluate and save each epoch; return the last evaluation, or None if the run has to stop.
 
     A request to stop that arrives during evaluation or saving takes effect afterwards. After the last epoch, or where a
     callback ends the run in the same step, it is ignored: a resumed run would know nothing of what the callback wants.
     """
     config, parts, trainer = training.config, training.parts, training.parts.trainer
-    test: dict[str, Any] = {}
+    test = RunMeans({}, ())
     for epoch in range(trainer.cursor.epoch, config.epochs):
         if trainer.is_ending:
             break
@@ -184,10 +185,9 @@ def _train_epochs(training: TrainingContext) -> dict[str, Any] | None:
         test = measure_all(parts)
         if not is_last:
             test = _measure_again_if_ending(parts, test)
-        values = values_of(test)
-        training.recorder.record(finished(*split_by_set(parts, values)))
+        training.recorder.record(finished(*test.split_by_set()))
         training.record_lost_loading_processes()
-        training.save(values)
+        training.save(test.values())
         if is_last or trainer.is_ending:
             continue
         is_stopped = trainer.repeatable(lambda world: any(world.gather_objects(training.stop.is_made)))
@@ -283,7 +283,7 @@ class StepLosses:
         )
 
 
-def _measure_again_if_ending(parts: RunParts, test: dict[str, Any]) -> dict[str, Any]:
+def _measure_again_if_ending(parts: RunParts, test: RunMeans) -> RunMeans:
     """Return an evaluation, or if it ended the run one with BatchNorm's statistics for mean weights (collective)."""
     if not parts.trainer.is_ending or not update_statistics(parts):
         return test

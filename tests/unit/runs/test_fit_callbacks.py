@@ -208,6 +208,9 @@ def nothing(output, target):
 def ema_loss(output, target):
     return float((output - target).square().sum()), len(target)
 
+def val_error(output, target):
+    return worst(output, target)
+
 def named_ema():
     found = data()
     return {"ema": found.pop("val"), **found}
@@ -238,6 +241,16 @@ def test_several_metrics_on_several_sets(tmp_path: Path) -> None:
     last = rows(tmp_path / "run")[-1]
     assert {"test_loss", "test_ema_worst", "val_worst", "ema_val_MeanSquaredError"} <= set(last)
     assert (tmp_path / "run" / "best.ckpt").exists()
+
+
+@pytest.mark.usefixtures("_metrics")
+def test_a_metric_that_is_named_like_one_of_another_set_is_of_the_set_that_it_is_measured_on(tmp_path: Path) -> None:
+    # That of the test set was shown, and written to metrics.jsonl, as "error" of the set "val".
+    result = train(tmp_path / "run", data="measured:data", metrics=["measured:val_error"])
+    assert list(result.others) == ["val_loss", "val_val_error"]
+    last = rows(tmp_path / "run")[-1]
+    assert "val_error" not in last
+    assert {"test_val_error", "val_val_error"} <= set(last)
 
 
 @pytest.mark.usefixtures("_metrics")
