@@ -52,20 +52,23 @@ def read_generator_states() -> dict[str, Any]:
         "python": random.getstate(),
         "torch": state_of_generator(torch.default_generator),
         "numpy": None if numpy is None else numpy.random.get_state(),
-        "devices": [kind.get_rng_state() for kind in _ACCELERATORS if kind.is_initialized()],
+        "devices": {kind.__name__: kind.get_rng_state() for kind in _ACCELERATORS if kind.is_initialized()},
     }
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Give the global generators what `read_generator_states` has returned on another worker (local)."""
+    """Give the global generators what `read_generator_states` has returned on another worker (local).
+
+    An accelerator that only one of the two has initialized keeps its own state: each shard of a step seeds it.
+    """
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and states["numpy"] is not None:
         numpy.random.set_state(states["numpy"])
-    initialized = (kind for kind in _ACCELERATORS if kind.is_initialized())
-    for kind, state in zip(initialized, states["devices"], strict=True):
-        kind.set_rng_state(state)
+    for kind in _ACCELERATORS:
+        if kind.is_initialized() and kind.__name__ in states["devices"]:
+            kind.set_rng_state(states["devices"][kind.__name__])
 
 
 def keep_generator_states() -> list[Callable[[], object]]:

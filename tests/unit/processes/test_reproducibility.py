@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.processes import reproducibility
 from lockstep.processes.reproducibility import (
     keep_host_states,
+    read_generator_states,
     seed_generators,
     seed_host_generators,
     set_deterministic,
+    set_generator_states,
     warn_of_late_workspace,
 )
 
@@ -101,6 +104,33 @@ def test_another_error_of_the_first_product_is_raised() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         warn_of_late_workspace(multiply)
+
+
+class Accelerator:
+    """What `torch.cuda` is: a module with the state of the present device."""
+
+    def __init__(self, name: str, state: str, *, is_initialized: bool) -> None:
+        self.__name__ = name
+        self.state = state
+        self.is_initialized = lambda: is_initialized
+
+    def get_rng_state(self) -> str:
+        return self.state
+
+    def set_rng_state(self, state: str) -> None:
+        self.state = state
+
+
+def test_a_device_that_only_one_of_two_workers_has_initialized_keeps_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A worker that joined compared two lists by their places, and raised a ValueError of zip().
+    members = (Accelerator("a", "theirs", is_initialized=False), Accelerator("b", "theirs", is_initialized=True))
+    monkeypatch.setattr(reproducibility, "_ACCELERATORS", members)
+    states = read_generator_states()
+    for is_initialized, expected in [(True, ["own", "theirs"]), (False, ["own", "own"])]:
+        joiners = tuple(Accelerator(name, "own", is_initialized=is_initialized) for name in "ab")
+        monkeypatch.setattr(reproducibility, "_ACCELERATORS", joiners)
+        set_generator_states(states)
+        assert [each.state for each in joiners] == expected
 
 
 SEEDING_WHILE_A_THREAD_KEEPS_STATES = """
