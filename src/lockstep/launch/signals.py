@@ -42,7 +42,8 @@ _RETURNED = "_wait_for_others"
 class SignalPipe:
     """A pipe into which the interpreter writes termination signals; main thread only.
 
-    A signal that was ignored before stays ignored: a launch under nohup outlives its terminal.
+    A signal that was ignored before stays ignored: a launch under nohup outlives its terminal. One that C code handles
+    (`getsignal` returns None) stays its own, because Python could not give it back.
     """
 
     def __init__(self) -> None:
@@ -56,10 +57,11 @@ class SignalPipe:
         os.set_blocking(self._written, False)
         self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(self._written, warn_on_full_buffer=False))
         for number in TERMINATION_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            if signal.getsignal(number) not in {signal.SIG_IGN, None}:
                 self._undo.callback(signal.signal, number, signal.signal(number, _do_nothing))
         # Where the caller ignores it, the kernel tells nobody how a child has ended.
-        self._undo.callback(signal.signal, signal.SIGCHLD, signal.signal(signal.SIGCHLD, signal.SIG_DFL))
+        if signal.getsignal(signal.SIGCHLD) is not None:
+            self._undo.callback(signal.signal, signal.SIGCHLD, signal.signal(signal.SIGCHLD, signal.SIG_DFL))
         return self
 
     def __exit__(

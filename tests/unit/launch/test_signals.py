@@ -40,6 +40,21 @@ def test_what_was_ignored_stays_so() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_what_c_code_handles_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Python says None of such a handler, and takes no None: a launch under a profiler ended with a TypeError.
+    def set_handler(number: int, handler: Any) -> Any:
+        if handler is None:
+            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
+        changed.append(number)
+
+    changed: list[int] = []
+    monkeypatch.setattr(signal, "getsignal", lambda _number: None)
+    monkeypatch.setattr(signal, "signal", set_handler)
+    with SignalPipe():
+        pass
+    assert not changed
+
+
 class Launcher:
     """What a worker's `Generations` would tell its launcher."""
 
