@@ -39,6 +39,7 @@ from lockstep.processes.ending import die_with_parent
 from lockstep.settings import read_settings, write_variables
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
+_PR_GET_CHILD_SUBREAPER: Final = 37
 _ADOPTING: Final = threading.Lock()
 _MESSAGE_BYTES: Final = 1 << 17
 """Of a message to or from the template, at most."""
@@ -169,14 +170,19 @@ class WorkerTemplate:
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Make this process the parent of processes below it whose parents end meanwhile; see prctl(2)."""
+    """Make this process the parent of processes below it whose parents end meanwhile; see prctl(2).
+
+    The calling program may be one already, as a program that supervises others, and is one afterwards then.
+    """
     libc = ctypes.CDLL(None)
+    was_adopting = ctypes.c_int()
     with _ADOPTING:
+        libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(was_adopting), 0, 0, 0)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
             yield
         finally:
-            libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, was_adopting.value, 0, 0, 0)
 
 
 def fork_workers(line: socket.socket, launcher_pid: int, modules: Sequence[str]) -> list[int]:
