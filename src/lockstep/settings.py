@@ -5,6 +5,7 @@ they mean. So this file shows every variable that changes what Lockstep does. Us
 import, so each entry point (a launch, the making of a group, the start of a recording) takes a copy of its own.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ _NUM_EVENTS = 16384
 _FEWEST_EVENTS, _MOST_EVENTS = 256, 1 << 24
 _EVENTS_OF_A_WATCH = 512
 """What tells who is waited for needs so many, where nothing is kept."""
+_STALL_SECONDS = 60.0
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off"})
 
@@ -167,7 +169,7 @@ class Settings:
     def recording(self) -> RecordingSettings:
         """Return what is recorded; a value that is none counts as not set, since nothing depends on the recording."""
         launcher, _, directory = self.variables.get(_RECORDING_DIRECTORY, "").partition(",")
-        events = self.variables.get("LOCKSTEP_RECORDING_EVENTS", "")
+        events = self.variables.get("LOCKSTEP_RECORDING_EVENTS", "").strip()
         is_kept = self.variables.get("LOCKSTEP_RECORDING", "").strip().lower() not in _NO
         number = _EVENTS_OF_A_WATCH
         if is_kept:
@@ -208,13 +210,16 @@ class Settings:
 
     def stall_seconds(self) -> float:
         """Return after how long without a reduction the ranks report: LOCKSTEP_STALL_SECONDS; 0 for never."""
-        text = self.variables.get("LOCKSTEP_STALL_SECONDS", "60")
+        text = self.variables.get("LOCKSTEP_STALL_SECONDS", "")
         try:
-            return max(float(text), 0.0)
-        except ValueError as error:
+            seconds = float(text) if text.strip() else _STALL_SECONDS
+        except ValueError:
+            seconds = math.nan
+        if math.isnan(seconds):
             raise UsageError(
                 f"LOCKSTEP_STALL_SECONDS is {text!r}, expected a number of seconds, or 0 for no reports. (LS119)"
-            ) from error
+            )
+        return max(seconds, 0.0)
 
     def launch_facts(self) -> dict[str, str]:
         """Return the variables that torch's DistributedDataParallel logs; "N/A" for those that are not set."""

@@ -298,12 +298,15 @@ def test_workers_without_a_launcher_of_ours_watch_themselves(tmp_path: Path, mon
     own_recorder().close()
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("5", 5.0), ("0", 0.0), ("-1", 0.0), ("0.5", 0.5)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("5", 5.0), ("0", 0.0), ("-1", 0.0), (" 0.5 ", 0.5), ("", 60.0), (" ", 60.0)]
+)
 def test_the_time_is_settable(text: str, seconds: float) -> None:
     assert Settings({"LOCKSTEP_STALL_SECONDS": text}).stall_seconds() == seconds
     assert Settings({}).stall_seconds() == 60.0
 
 
-def test_a_time_that_is_none_is_refused() -> None:
-    with pytest.raises(UsageError, match="LOCKSTEP_STALL_SECONDS is 'soon', expected a number"):
-        Settings({"LOCKSTEP_STALL_SECONDS": "soon"}).stall_seconds()
+@pytest.mark.parametrize("text", ["soon", "nan"])  # nan ended the thread that watches
+def test_a_time_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=f"LOCKSTEP_STALL_SECONDS is '{text}', expected a number"):
+        Settings({"LOCKSTEP_STALL_SECONDS": text}).stall_seconds()
