@@ -188,7 +188,7 @@ class RankComparison:
             return
         if status.changed:
             self._know_parameters()
-        error = None if status.agrees else self._exchange()
+        error = self._skipped.judge_status(status) or (None if status.agrees else self._exchange())
         self._reset(
             Reduced(
                 number=reducer.num_reductions,
@@ -280,13 +280,15 @@ class SkippedBatches(Check):
     def fill_in(self, status: RankStatus) -> RankStatus:
         return replace(status, is_empty=True) if self._is_empty else status
 
-    def reset(self, reduction: Reduced | None) -> None:
-        if reduction is not None and len(reduction.status.empty) == len(reduction.status.comparisons):
-            raise ReductionError(
-                "All ranks took part in a reduction with nothing. If a batch has several forwards before its backward, "
-                'on_skip="zeros" cannot see which of them was skipped: call model.skip_backward() on the rank that '
-                "skips. A batch that all ranks skip needs no call. (LS318)"
-            )
+    def judge_status(self, status: GroupStatus) -> LockstepError | None:
+        """Return what all ranks raise if none of them had anything to reduce (local)."""
+        if len(status.empty) < len(status.comparisons):
+            return None
+        return ReductionError(
+            "All ranks took part in a reduction with nothing. If a batch has several forwards before its backward, "
+            'on_skip="zeros" cannot see which of them was skipped: call model.skip_backward() on the rank that '
+            "skips. A batch that all ranks skip needs no call. (LS318)"
+        )
 
 
 def number_model(world: World) -> int:

@@ -325,6 +325,21 @@ def test_a_delayed_gradient_that_is_not_finite_is_told_at_the_step(alone: bool) 
     assert skipped == ["all are finite: True"] * 2
 
 
+def skips_on_all_ranks_and_then_steps_twice_on_one(loop: Loop) -> None:
+    loop.train()
+    with pytest.raises(ReductionError, match="All ranks took part in a reduction with nothing"):
+        loop.model.skip_backward()
+    for _ in range(1 + loop.rank):
+        loop.optimizer.step()
+    loop.backward()
+
+
+def test_steps_are_counted_anew_after_a_batch_that_all_ranks_have_skipped() -> None:
+    # The error was raised in the middle of the checks, and those after it kept what they had counted: 3 steps and 2.
+    for text in run(skips_on_all_ranks_and_then_steps_twice_on_one):
+        assert "rank 1 has taken 2 optimizer steps and rank 0 1" in text
+
+
 # -- Methods that move the weights and put them back -------------------------------------------------------------------
 
 
