@@ -47,8 +47,9 @@ class DataParallel(torch.nn.DataParallel[nn.Module]):
     - A parameter that no replica used keeps its `.grad` (None), as without DataParallel; with torch's it gets zeros.
     - If replica 0 assigns a new buffer (`self.mean = ...`), the module has it afterwards; torch loses it. In-place
       writes to buffers by replica 0 are kept in both. Other attributes that forward sets are lost in both.
-    - Input tensors that split into different numbers of parts are an error; torch drops samples. Inputs without any
-      tensor go to the first replica only; torch runs every replica on them.
+    - Input tensors that split into different numbers of parts are an error; torch drops samples. So are those that are
+      split at other places of the batch; torch pairs samples wrongly. Inputs without any tensor go to the first
+      replica only; torch runs every replica on them.
     - Replicas use the caller's autocast dtype and inference mode. They run uncompiled: `torch.compile` and
       `module.compile()`, on the module, a submodule or a module that contains this one, have no effect on them.
     - A `forward` that is assigned to the module as a bound method, or as a `functools.partial` of one, runs on the

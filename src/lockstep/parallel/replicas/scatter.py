@@ -1,13 +1,15 @@
 """Split a call's arguments into one part per replica, and concatenate the replicas' outputs.
 
 Like torch's scatter and gather, but no samples are lost: with torch, `zip` over tensors that split into different
-numbers of chunks drops the last chunks, and a `None` from replica 0 drops the outputs of the other replicas.
+numbers of chunks drops the last chunks, and a `None` from replica 0 drops the outputs of the other replicas. Nor are
+samples paired wrongly: 9 and 8 samples on two devices are chunks of 5 and 4, and of 4 and 4.
 """
 
 import copy
 from collections import UserDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any, final
 
 import torch
@@ -61,13 +63,30 @@ class _Splitter:
     def num_parts(self) -> int:
         counts = {len(parts): tensor for tensor, parts in self.done.values()}
         if len(counts) > 1:
-            sizes = " and ".join(str(tensor.size(self.dim)) for tensor in counts.values())
+            sizes = self._sizes_of(counts.values())
             raise ValueError(
                 f"Tensors of sizes {sizes} along dim {self.dim} split into {' and '.join(map(str, counts))} parts for "
                 f"{len(self.devices)} replicas, so samples would be lost. Pass tensors of the same size along dim "
                 f"{self.dim}; expand one that all samples share, or keep it as a buffer of the module. (LS352)"
             )
+        if len(self.devices) > 1:
+            self._check_pairs()
         return next(iter(counts), 1)
+
+    def _check_pairs(self) -> None:
+        """Refuse tensors that are cut at other places of the batch: 16 rows beside 8 samples may be two of each."""
+        sizes = {tuple(part.size(self.dim) for part in parts): tensor for tensor, parts in self.done.values()}
+        ratios = {tuple(size // gcd(*each) for size in each): each for each in sizes if any(each)}
+        if len(ratios) > 1:
+            parts = " and ".join(", ".join(map(str, each)) for each in ratios.values())
+            raise ValueError(
+                f"Tensors of sizes {self._sizes_of(sizes[each] for each in ratios.values())} along dim {self.dim} "
+                f"split into parts of {parts} for {len(self.devices)} replicas, so samples of one would be paired "
+                f"with others of another. Pass tensors of the same size along dim {self.dim}. (LS352)"
+            )
+
+    def _sizes_of(self, tensors: Iterable[Tensor]) -> str:
+        return " and ".join(str(tensor.size(self.dim)) for tensor in tensors)
 
     def _split(self, tensor: Tensor) -> list[Tensor]:
         if len(self.devices) == 1:

@@ -211,6 +211,21 @@ def test_tensors_that_would_lose_samples_are_refused() -> None:
         module(torch.zeros(8), _shared=torch.zeros(1))
 
 
+def test_tensors_that_are_cut_at_other_places_of_the_batch_are_refused() -> None:
+    # 9 samples on two replicas are 5 and 4, and 8 are 4 and 4: replica 1 paired samples 5 to 8 with 4 to 7.
+    module = parallel(lambda x, y: x.mean() * y)
+    with pytest.raises(ValueError, match=r"sizes 9 and 8 along dim 0 split into parts of 5, 4 and 4, 4 for 2 replicas"):
+        module(torch.zeros(9), torch.zeros(8))
+    with pytest.raises(ValueError, match=r"parts of 3, 3, 3 and 3, 3, 2"):
+        parallel(module.module.function, 3)(torch.zeros(9), torch.zeros(8))
+
+
+@pytest.mark.parametrize("num_rows", [8, 16, 0])
+def test_a_tensor_with_several_rows_for_each_sample_is_split_beside_the_samples(num_rows: int) -> None:
+    parts = parallel(lambda x, rows: (x, rows), 3, gather_output=False)(torch.arange(8), torch.zeros(num_rows))
+    assert [len(rows) * 8 for _, rows in parts] == [len(x) * num_rows for x, _ in parts]
+
+
 def test_inputs_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(ValueError, match=r"shape \(\) among the inputs has no dim 0"):
         parallel(lambda x: x)(torch.tensor(1.0))
