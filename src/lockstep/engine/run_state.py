@@ -254,6 +254,7 @@ class RunState:
         self.unread_step = None  # what it was is replaced
         with self.parts.loaded(state, others):
             yield
+        self._updates_made = {}  # a state in the middle of a step has no losses of its updates
         self.note_scheduler()
 
 
