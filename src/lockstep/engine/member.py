@@ -109,6 +109,7 @@ class Member:
         """Called whenever there are other workers, in this order."""
         self._caller: weakref.ref[Any] = weakref.ref(self)
         self._leader: weakref.ref[Any] | None = None
+        self._epochs_without_leader: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.before_leaving: Callable[[], object] = lambda: None
 
     # -- Trainers ------------------------------------------------------------------------------------------------------
@@ -119,10 +120,18 @@ class Member:
         self._num_trainers += 1
 
     def leads(self, trainer: Any) -> bool:
-        """Return whether a trainer is the one of whose steps the workers change before the next (local)."""
-        if self._leader is None or self._leader() is None:
-            self._leader = weakref.ref(trainer)
-        return self._leader() is trainer
+        """Return whether a trainer, which steps, is the one of whose steps the workers change before the next (local).
+
+        It is the first that steps, with which the loop of a new worker begins too, until it is closed, or until another
+        one has trained for an epoch without a step of it: the loop of trainers that take turns has come back by then.
+        """
+        leader, epoch = None if self._leader is None else self._leader(), trainer.epoch
+        begun = self._epochs_without_leader.setdefault(trainer, epoch)
+        if leader is None or leader.is_closed or epoch > begun:
+            self._leader, leader = weakref.ref(trainer), trainer
+        if leader is trainer:
+            self._epochs_without_leader.clear()
+        return leader is trainer
 
     # -- Calls ---------------------------------------------------------------------------------------------------------
 

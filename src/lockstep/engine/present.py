@@ -103,6 +103,14 @@ class PresentEngine:
     def world(self) -> World:
         return self.engine.world
 
+    @property
+    def epoch(self) -> int:
+        return self._state.cursor.epoch
+
+    @property
+    def is_closed(self) -> bool:
+        return self.engine.phase is StepPhase.CLOSED
+
     # -- Calls ---------------------------------------------------------------------------------------------------------
 
     def step(self, batch: ShardedBatch) -> StepResult:
@@ -135,7 +143,7 @@ class PresentEngine:
         return result
 
     def _planned_number(self) -> int:
-        """Return the planned generation, or 0. The first trainer to step decides: a new worker begins with it."""
+        """Return the planned generation, or 0 for a trainer before whose steps the workers do not change."""
         return self.member.generations.planned_number if self.member is not None and self.member.leads(self) else 0
 
     def repeatable(self, call: Callable[[World], Result]) -> Result:
@@ -231,7 +239,7 @@ class PresentEngine:
             return
         if is_repeated:
             self._state.failed_here = ""  # no other worker has finished that step
-        if self.engine.phase is StepPhase.CLOSED:
+        if self.is_closed:
             self.engine.world = world  # for what still works
         else:
             self._replace_engine(world, None)
@@ -254,7 +262,7 @@ class PresentEngine:
         self, joined: NextGeneration, world: World, seconds: float, *, is_repeated: bool, is_caller: bool
     ) -> None:
         trainer = self._trainer()
-        if not is_caller and (trainer is None or self.engine.phase is StepPhase.CLOSED):
+        if not is_caller and (trainer is None or self.is_closed):
             return
         continued = Continued(
             generation=joined.number,

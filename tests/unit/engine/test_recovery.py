@@ -349,6 +349,31 @@ def test_workers_join_and_leave_before_a_step_of_any_epoch_of_the_first_trainer_
     assert [epoch for _, epoch in of_first].count(1) == len(first.loader)
 
 
+@pytest.mark.parametrize("closes", [True, False])
+def test_workers_join_before_a_step_of_the_trainer_that_steps_when_the_first_one_does_no_more(
+    closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A first trainer that was only kept, for its weights, once let nobody join until the end of the run.
+    generations = ScriptedGenerations(World(rank=0, world_size=1, group=None), threading.Event(), LOST)
+    generations.planned_number = 7
+    monkeypatch.setattr(present, "current_generations", lambda: generations)
+    begun: list[int] = []
+    monkeypatch.setattr(Member, "begin_step", lambda _member, number, _world: begun.append(number))
+    first, second = Scripted(None), Scripted(None)
+    for batch in first.loader.epoch(0):
+        first.trainer.step(batch)
+    if closes:
+        first.trainer.close()
+    begun.clear()
+    for epoch in range(2):
+        for batch in second.loader.epoch(epoch):
+            second.trainer.step(batch)
+    num_steps = len(second.loader)
+    # In its first epoch the loop may still come back to the first one, as that of trainers that take turns does.
+    num_before = 1 if closes else num_steps + 1
+    assert begun == [0] * num_before + [7] * (2 * num_steps - num_before)
+
+
 @pytest.mark.parametrize("completes", [()])
 def test_others_are_met_before_a_step_although_no_call_has_failed(
     completes: tuple[int, ...], finished: str, script: ScriptedLosses, monkeypatch: pytest.MonkeyPatch
