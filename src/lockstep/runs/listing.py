@@ -53,7 +53,10 @@ class ListedRun:
 
 
 def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
-    """Return the runs under some folders, the one started last first (local)."""
+    """Return the runs under some folders, the one started last first (local).
+
+    Their files may be of another version of Lockstep: what they do not say is left out.
+    """
     found = {path.resolve(): path for folder in folders for path in _find(folder, _DEPTH)}
     return sorted((_look(path) for path in found.values()), key=lambda run: run.started or "", reverse=True)
 
@@ -92,8 +95,9 @@ def _look(path: Path) -> ListedRun:
     epochs = config.get("epochs")
     epoch, step = manifest.get("epoch", 0), manifest.get("step", 0)
     rows = _read_last_rows(path)
-    if holder is not None and "step" in rows:
-        epoch, step = max((epoch, step), (rows["step"]["epoch"], rows["step"]["step"] + 1))
+    latest = rows.get("step", {})
+    if holder is not None and {"epoch", "step"} <= latest.keys():
+        epoch, step = max((epoch, step), (latest["epoch"], latest["step"] + 1))
     row = rows.get("epoch", {})
     metrics = {name.removeprefix("test_"): value for name, value in row.items() if name not in _NOT_MEASURED}
     state, reason = _find_state(path, holder, is_over=bool(epochs) and epoch >= epochs)
@@ -108,7 +112,11 @@ def _look(path: Path) -> ListedRun:
         digest=manifest.get("digest"),
         started=start.get("started"),
         holder=holder,
-        workers=[f"{each['host']}: {each['device']}, process {each['pid']}" for each in start.get("workers", [])],
+        workers=[
+            f"{each['host']}: {each['device']}, process {each['pid']}"
+            for each in start.get("workers", [])
+            if {"host", "device", "pid"} <= each.keys()
+        ],
         config=dict(_flatten(config)),
     )
 

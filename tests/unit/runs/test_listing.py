@@ -68,6 +68,15 @@ def test_a_running_run_tells_where_and_how_far(tmp_path: Path) -> None:
     assert run.digest == "d" * 64
 
 
+def test_what_files_of_another_version_do_not_say_is_left_out(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "busy", epoch=1)
+    (folder / "environment.json").write_text(json.dumps([{"workers": [{"host": "h"}]}]))
+    (folder / "metrics.jsonl").write_text(json.dumps({"kind": "step", "global_step": 15}) + "\n")
+    with lock_run(folder):
+        (run,) = list_runs([tmp_path])
+    assert (run.epoch, run.step, run.workers) == (1, 0, [])
+
+
 def test_only_what_differs_between_runs_of_a_model_is_listed_the_latest_first(tmp_path: Path) -> None:
     make_run(tmp_path / "a", epoch=3, lr=0.1, started="2026-01-01")
     make_run(tmp_path / "b", epoch=3, lr=0.2, started="2026-01-02")
