@@ -10,8 +10,9 @@ joined are set aside, and join at a later boundary: the others may be in an eval
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import final
 
 from lockstep.channel.server import ChannelServer
@@ -22,6 +23,16 @@ _FRESH_SECONDS = 3.0
 """How long ago a new worker may have been heard of that is to join now; it is asked every second (`Fencing`)."""
 _LOSS_SECONDS = 1.0
 """After a worker has reported that it lost another: how long until the launcher must have seen that one end."""
+_FIELDS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "ready": ("min_workers", "max_workers"),
+        "lost": ("generation",),
+        "loading_lost": ("pid", "reason"),
+        "raised": ("threads",),
+        "alive": ("number", "waits", "calls", "place"),
+    }
+)
+"""What is in a report besides its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +96,8 @@ class Continuation:
     def receive_reports(self) -> None:
         """Take in what workers have reported, and answer those that have reported a loss of which there is none."""
         for worker, message in self._server.take_reports():
-            self._receive(worker, message)
+            if all(name in message for name in _FIELDS.get(str(message["report"]), ())):
+                self._receive(worker, message)  # else the user's code wrote to the descriptor
         for worker, (generation, since) in list(self._asking.items()):
             if generation < self.generation.number:
                 del self._asking[worker]

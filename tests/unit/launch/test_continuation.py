@@ -84,6 +84,15 @@ def test_survivors_are_told_at_once_who_is_lost() -> None:
     }
 
 
+@pytest.mark.parametrize("what", ["ready", "lost", "loading_lost", "raised", "alive", "leave", ["no name"]])
+def test_a_report_that_the_users_code_wrote_ends_no_launch(what: object) -> None:
+    # A report without its fields was a KeyError in the launcher, where a bad request is refused.
+    launch = Launch()
+    launch.report(1, report=what)
+    assert not launch.continuation.reports.lost_loading
+    assert launch.lose(1)
+
+
 def test_absent_is_for_whom_others_wait_after_a_loss() -> None:
     launch = Launch()
     launch.lose(0)
