@@ -1,6 +1,7 @@
 """`Stream`: data that are read from the beginning, as the samples of a loader."""
 
 import copy
+import operator
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -184,22 +185,36 @@ def _check_parts(source: Any) -> Sequence[Any]:
 
 
 def _check_lengths(lengths: Sequence[int], parts: Sequence[Any], *, has_read: bool) -> list[int]:
-    found = list(lengths)
-    if len(found) != len(parts):
+    given: list[Any] = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
+    if len(given) != len(parts):
         what = counted(len(parts), "part") if has_read else "no parts, as it has no `read`"
-        raise ValueError(f"lengths has {len(found)} numbers, and the stream has {what}: give one for each. (LS409)")
-    odd = next((n for n in found if isinstance(n, bool) or not isinstance(n, int) or n < 0), None)
-    if odd is not None:
-        raise ValueError(f"lengths holds {odd!r}, expected whole numbers of at least 0. (LS409)")
+        raise ValueError(f"lengths has {len(given)} numbers, and the stream has {what}: give one for each. (LS409)")
+    found: list[int] = []
+    for each in given:
+        length = _whole_number(each)
+        if length is None or length < 0:
+            raise ValueError(f"lengths holds {each!r}, expected whole numbers of at least 0. (LS409)")
+        found.append(length)
     if not sum(found):
         raise ValueError("lengths are all zero: the stream has no records. (LS409)")
     return found
 
 
 def _check_number(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    found = _whole_number(value)
+    if found is None or found < 1:
         raise ValueError(f"{name} of the stream is {value!r}, expected a whole number of at least 1. (LS409)")
-    return value
+    return found
+
+
+def _whole_number(value: Any) -> int | None:
+    """Return a whole number, which may be NumPy's, as one of Python; None for what is none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def _has_state(source: Any) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -241,6 +242,15 @@ def test_lengths_and_steps_per_epoch_tell_how_many_steps_there_are() -> None:
     assert loader(Numbers()).num_steps is None
     with pytest.raises(TypeError, match="whose length is known only at its end"):
         len(loader(Numbers()))
+
+
+@pytest.mark.parametrize("lengths", [np.array(LENGTHS), list(np.array(LENGTHS)), torch.tensor(LENGTHS)])
+def test_numbers_of_numpy_and_torch_are_whole_numbers_as_pythons(lengths: Any) -> None:
+    # They come of what counts the records of files. The message said that whole numbers were expected.
+    stream = Stream(FILES, read=Counting(), lengths=lengths, buffer_size=np.int64(17))
+    assert str(stream) == str(sources()["lengths"])
+    assert contents(loader(stream).epoch(0)) == contents(loader(sources()["lengths"]).epoch(0))
+    assert len(loader(Stream(Numbers(), steps_per_epoch=np.int64(12)))) == 12
 
 
 def test_a_stream_without_an_end_is_read_on_by_the_next_epoch() -> None:
@@ -509,6 +519,8 @@ class Split(Numbers):
             "lengths has 1 numbers, and the stream has 5 parts",
         ),
         (lambda: Stream(FILES, read=iter, lengths=[1, 1, 1, 1, -1]), ValueError, "lengths holds -1"),
+        (lambda: Stream(FILES, read=iter, lengths=np.ones(5)), ValueError, "lengths holds 1.0"),
+        (lambda: Stream(FILES, read=iter, lengths=np.ones(5, bool)), ValueError, "lengths holds True"),
         (lambda: Stream(FILES, read=iter, lengths=[0] * 5), ValueError, "lengths are all zero"),
         (lambda: Stream(Numbers(), buffer_size=0), ValueError, "buffer_size of the stream is 0"),
         (lambda: Stream(Numbers(), lengths=[9], steps_per_epoch=2), ValueError, "lengths or steps_per_epoch, not both"),
