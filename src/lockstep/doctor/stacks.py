@@ -13,6 +13,8 @@ from lockstep.recording.stacks import request_stacks
 
 _FRAME: Final = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 _THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x")
+_CUT: Final = "..."
+"""The line that stands for all older threads."""
 _ANSWER_SECONDS: Final = 3.0
 
 
@@ -24,11 +26,11 @@ _CURRENT: Final = "Current thread 0x"
 def read_main_stack(text: str) -> list[StackLine]:
     """Return the stack of the main thread, innermost frame first, from what faulthandler has written.
 
-    It writes the threads from the newest to the oldest, which is the main thread.
+    It writes the threads from the newest to the oldest, which is the main thread; of more than 100 not the oldest ones.
     """
     frames: list[StackLine] = []
     for line in text.splitlines():
-        if _THREAD.match(line):
+        if _THREAD.match(line) or line == _CUT:
             frames = []
         elif (match := _FRAME.match(line)) is not None:
             frames.append(StackLine(match["file"], int(match["line"].replace("?", "0")), match["function"]))

@@ -30,6 +30,11 @@ def test_the_main_thread_is_the_last_one() -> None:
     assert [line.number for line in stack] == [171, 31, 40]
 
 
+def test_a_main_thread_that_is_left_out_has_no_lines() -> None:
+    # faulthandler writes 100 threads. The stack of the last one of these was taken for that of the main thread.
+    assert read_main_stack(f"{WRITTEN}...\n") == []
+
+
 def test_the_users_line_is_the_innermost_outside_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_line, "LIBRARIES", ("/usr/lib/python3.11",))
     frame = find_user_stack_line(read_main_stack(WRITTEN))
