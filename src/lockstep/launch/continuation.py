@@ -40,8 +40,8 @@ class Answer:
     """What a worker has answered to the question whether it is there."""
 
     number: int
-    waits: bool
-    """Whether its main thread waits for other workers."""
+    waits: bool | None
+    """Whether its main thread waits for other workers; None if that is not known."""
     calls: int
     place: str
     """The line that its main thread runs."""

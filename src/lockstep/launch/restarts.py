@@ -53,7 +53,7 @@ class Elastic:
     """Kill a worker that hangs for so many seconds; the others continue without it. None to wait on. It hangs if its
     process does not answer the launcher (it is stopped, or native code holds Python's lock), or if another worker waits
     all that time while this one completes no call of the trainer. So choose more than the longest step, data loading,
-    or save takes on one worker."""
+    or save takes on one worker. The second is not found out of a process with more than 100 threads of Python."""
     folder: str | Path | None = None
     """A folder of this user in which `lockstep scale FOLDER` finds the launch; None for none."""
 

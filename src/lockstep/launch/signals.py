@@ -188,7 +188,8 @@ def _end() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    waits: bool
+    waits: bool | None
+    """None if that is not known."""
     place: str
     """The line that runs, the user's if there is one: "train.py, line 31, in loss"."""
 
@@ -196,8 +197,8 @@ class Stand:
 def look_at_main_thread() -> Stand:
     """Return where the main thread stands, in wait for other workers or in something of its own (in any thread)."""
     stack = stack_of_thread(threading.main_thread().ident)
-    if not stack:
-        return Stand(waits=False, place="no line of Python")
+    if not stack:  # there are too many other threads
+        return Stand(waits=None, place="a line that is not known")
     waits = stack[0].file.startswith(_REDUCING) or any(
         line.function == _RETURNED or any(folder in line.file for folder in _WAITING) for line in stack
     )

@@ -60,6 +60,9 @@ class Fencing:
         keeps others  its main thread neither completes a call of the trainer nor waits for others, while another worker
         waiting       waits all that time: an endless loop or a disk that hangs, in the loss or in a save
 
+    A worker of which it is not known where its main thread stands (`stack_of_thread`) neither waits nor keeps others
+    waiting.
+
     A worker is killed, and has ended, before the others hear of it: two workers never have one rank, also when the
     process would have gone on a moment later. A new worker that has not joined is ended when it is silent for a few
     seconds, whatever the options say: nothing is lost with it, and the others would wait for it. So is a member that
@@ -145,7 +148,7 @@ class Fencing:
         # A new worker waits for the next step, however long the others take for this one.
         waiting = any(answer.waits and not self._continuation.is_new(worker) for worker, answer in long)
         for worker, answer in long if waiting else ():
-            if not answer.waits:
+            if answer.waits is False:
                 said = f"others have waited for it for {self._seconds:g} s: it was in {answer.place}"
                 self._kill(worker, said)
 

@@ -47,6 +47,8 @@ class StackLine:
 def stack_of_thread(thread_id: int | None) -> list[StackLine]:
     """Return what the thread with this `Thread.ident` runs, innermost line first, at most 100 lines; empty for none.
 
+    Of more than 100 threads only the newest are seen, and so not the main one: then the answer is empty, too.
+
     [Note: another thread's frames] `sys._current_frames` gives the frames of threads that run on while they are looked
     at. From one frame to its caller the interpreter may change threads, and the frame may have been left meanwhile:
     then `f_back` returns whatever lies in its place by now, or the process dies. (Seen with Python 3.11, where it was

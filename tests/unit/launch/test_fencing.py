@@ -1,5 +1,6 @@
 """Which workers are ended because they hang, without processes."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,7 @@ class Launch:
         self.absent: tuple[int, ...] = ()
         self.decided_at = 0.0
         self.pids = {worker: 100 + worker for worker in range(4)}
-        self.answers: dict[int, tuple[bool, int] | None] = dict.fromkeys(range(4), (True, 0))
+        self.answers: dict[int, tuple[bool | None, int] | None] = dict.fromkeys(range(4), (True, 0))
         evict_after = None if seconds == float("inf") else seconds
         launch: Any = SimpleNamespace(pool=self, continuation=self, elastic=Elastic(evict_after=evict_after))
         self.fencing = Fencing(launch, clock=lambda: self.now)
@@ -180,6 +181,31 @@ def test_after_the_launcher_was_away_everybody_has_time_to_answer() -> None:
     launch.now += 1000  # the machine slept
     launch.pass_time(4)
     assert not launch.killed
+
+
+def test_a_worker_whose_main_thread_is_not_seen_is_not_ended_and_lets_nobody_be_ended() -> None:
+    # It counted as one that does not wait: it was ended although it waited for another, or nobody was.
+    launch = Launch()
+    launch.answers = {0: (None, 0), 1: (None, 0), 2: (False, 0), 3: None}
+    launch.pass_time(3 * SECONDS)
+    assert not launch.killed
+    launch.answers[0] = (True, 0)
+    launch.pass_time(2 * SECONDS)
+    assert list(launch.killed) == [2]
+
+
+def test_a_main_thread_beside_many_others_is_not_seen() -> None:
+    # faulthandler writes the 100 newest threads.
+    end = threading.Event()
+    threads = [threading.Thread(target=end.wait) for _ in range(101)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert look_at_main_thread().waits is None
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join()
 
 
 @pytest.mark.parametrize("waits", [True, False])
