@@ -140,7 +140,8 @@ class GuardedStore:
                     )
                 except RuntimeError as error:  # torch's errors, that of a socket among them
                     guard.close()
-                    raise OSError(str(error).partition("\n")[0]) from error
+                    reason = str(error).partition("\n")[0]
+                    raise OSError(f"torch could not open the store: {reason} (LS111)") from error
             if not guard.close_to_all() or (self._store.num_keys() == 0 and _count_connections(address) == 1):
                 return guard
             guard.close()

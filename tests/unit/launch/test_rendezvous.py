@@ -20,5 +20,6 @@ def test_a_store_that_cannot_be_opened_is_told_and_nobody_waits_for_it(
         for _ in range(2):
             with socket.create_connection((LOOPBACK, rendezvous.port), timeout=20) as connection:
                 assert connection.recv(1) == b""
-    told = "error: The rendezvous of this launch cannot be served: The server socket has failed."
+    told = "torch could not open the store: The server socket has failed. (LS111)"
+    told = f"error: The rendezvous of this launch cannot be served: {told}"
     assert capfd.readouterr().err.splitlines() == [told] * 2
