@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.file import state_digest
-from lockstep.engine.callbacks import Callback
+from lockstep.engine.callbacks import Callback, StateOwner
 from lockstep.errors import CheckpointError
 from lockstep.torch_private.modules import foreach_copy_, foreach_lerp_, non_persistent_buffer_names
 
@@ -33,13 +33,19 @@ class AveragedWeights(Callback):
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._owner = StateOwner()
 
     def on_start(self, trainer: Any) -> None:
+        if self._owner.change_to(trainer.model):
+            self._begin_anew()
         live = LiveTensors(trainer.model).read()
         devices = {name: value.device for name, value in live.all().items()}
         self.tensors = {name: value.to(devices.get(name, value.device)) for name, value in self.tensors.items()}
         _counterparts(self.tensors, live.averaged, is_averaged=True)
         _counterparts(self.tensors, live.copied, is_averaged=False)
+
+    def _begin_anew(self) -> None:
+        self.tensors = {}
 
     def digest(self) -> str:
         """Return the SHA-256 of what it has besides whole numbers, 64 hex digits; the same on every worker (local)."""
@@ -49,6 +55,7 @@ class AveragedWeights(Callback):
         return {"tensors": dict(self.tensors)} if self.tensors else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._owner.forget()
         self.tensors = {name: value.detach().clone() for name, value in state_dict["tensors"].items()}
 
     @torch.no_grad()
@@ -147,6 +154,10 @@ class SWA(AveragedWeights):
         self.start_epoch = start_epoch
         self.num_averaged = 0
         self._before_update: dict[str, Tensor] = {}
+
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        self.num_averaged, self._before_update = 0, {}
 
     def set_statistics(self, statistics: Mapping[str, Tensor]) -> None:
         """Use these statistics of BatchNorm, until another epoch is averaged in (local)."""

@@ -16,8 +16,11 @@ between two collective calls of the trainer.
 
 import difflib
 import inspect
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, final
+
+from torch import nn
 
 from lockstep.errors import CheckpointError
 from lockstep.recording import EventKind, own_recorder
@@ -39,7 +42,11 @@ class Callback:
     """
 
     def on_start(self, trainer: Any) -> None:
-        """Take note that training begins or is resumed (every worker)."""
+        """Take note that training begins or is resumed (every worker).
+
+        A callback that is given to a second trainer still has its state here. Those of `ls` begin anew if that trains
+        another model, unless a state was loaded.
+        """
 
     def on_step(self, trainer: Any, result: Any) -> None:
         """Look at a step (every worker; local: evaluate, save and other collective calls are refused here).
@@ -93,6 +100,27 @@ class Callback:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` has returned."""
+
+
+@final
+class StateOwner:
+    """The model of whose training a callback has its state, held weakly; of a copy of the callback it is not known."""
+
+    def __init__(self) -> None:
+        self._model: weakref.ref[nn.Module] | None = None
+
+    def change_to(self, model: nn.Module) -> bool:
+        """Note the model that is trained now; return whether the state is of another one's training: begin it anew."""
+        is_other = self._model is not None and self._model() is not model
+        self._model = weakref.ref(model)
+        return is_other
+
+    def forget(self) -> None:
+        """Let the state be that of the next model, whichever that is: it was loaded."""
+        self._model = None
+
+    def __reduce__(self) -> tuple[type["StateOwner"], tuple[()]]:
+        return StateOwner, ()
 
 
 def is_of_cut_epoch(trainer: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Literal, final
 
 from torch import nn
 
-from lockstep.engine.callbacks import Callback, is_of_cut_epoch
+from lockstep.engine.callbacks import Callback, StateOwner, is_of_cut_epoch
 
 _LOWER_IS_BETTER = frozenset({"loss", "error", "perplexity", "mse", "mae", "rmse"})
 _HIGHER_IS_BETTER = frozenset({
@@ -91,8 +91,11 @@ class EarlyStopping(MetricCallback):
         self.patience, self.min_delta = patience, min_delta
         self.best: float | None = None
         self.num_bad = 0
+        self._owner = StateOwner()
 
     def on_start(self, trainer: Any) -> None:
+        if self._owner.change_to(trainer.model):
+            self.best, self.num_bad, self._given_instead = None, 0, None
         self._end_if_exhausted(trainer)
 
     def _look(self, trainer: Any, value: float) -> None:
@@ -116,6 +119,7 @@ class EarlyStopping(MetricCallback):
         """Take them back, unless they are of another metric, with which no value can be compared."""
         mine = {"metric": self.metric, "mode": self.mode}
         if all(state_dict.get(name, value) == value for name, value in mine.items()):
+            self._owner.forget()
             self.best, self.num_bad = state_dict["best"], int(state_dict["num_bad"])
 
 
@@ -170,8 +174,11 @@ class MaxTime(Callback):
         self._clock = clock
         self._before = 0.0
         self._began: float | None = None
+        self._owner = StateOwner()
 
     def on_start(self, trainer: Any) -> None:
+        if self._owner.change_to(trainer.model):
+            self._before = 0.0
         self._began = self._clock()
         self._check(trainer)
 
@@ -194,6 +201,7 @@ class MaxTime(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take it back; a run that goes on after a load that has failed goes on counting."""
+        self._owner.forget()
         self._before = float(state_dict["elapsed"])
         self._began = None if self._began is None else self._clock()
 

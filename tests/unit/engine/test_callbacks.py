@@ -1,13 +1,14 @@
 """Callbacks: named moments, state that is saved and resumed, decisions that hold on all workers."""
 
+import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.faulty_runs import InjectedError, Run, Running
+from tests.support.faulty_runs import InjectedError, Run, Running, by_value
 from tests.support.threaded_ranks import run_ranks
 from torch import Tensor, nn
 
@@ -281,6 +282,7 @@ class Ending:
 
     reason = ""
     is_ending = False
+    model = nn.Identity()
 
     def request_end(self, reason: str) -> None:
         self.reason = reason
@@ -377,6 +379,57 @@ def test_a_second_trainer_freezes_parameters_of_its_own_model() -> None:
         loop = Loop(None, callbacks=[freeze])
         before = loop.model.first.weight.clone()
         assert torch.equal(loop.train(epochs=1).model.first.weight, before)
+
+
+def stateful() -> list[ls.Callback]:
+    return [ls.EMA(0.5), ls.SWA(0), ls.EarlyStopping("test_metric", mode="min", patience=9)]
+
+
+def states(callbacks: Sequence[ls.Callback]) -> dict[str, Any]:
+    return {type(each).__name__: by_value(each.state_dict()) for each in callbacks}
+
+
+def test_callbacks_begin_anew_in_a_trainer_of_another_model() -> None:
+    # Half of SWA's mean were epochs of the first model, and EarlyStopping had the best value of the first run.
+    used, alone = stateful(), stateful()
+    Loop(None, callbacks=used).train(epochs=3)
+    Loop(None, callbacks=used).train()
+    Loop(None, callbacks=alone).train()
+    assert states(used) == states(alone)
+
+
+def test_time_is_counted_anew_in_a_trainer_of_another_model() -> None:
+    now = [0.0]
+    timer = ls.MaxTime(10, clock=lambda: now[0])
+    timer.load_state_dict({"elapsed": 8.0})
+    timer.on_start(first := Run(None).trainer)
+    timer.on_start(first)
+    assert timer.elapsed() == 8.0
+    timer.on_start(Run(None).trainer)
+    assert timer.elapsed() == 0.0
+
+
+def test_callbacks_go_on_in_a_trainer_that_is_made_again_for_the_same_model() -> None:
+    used = stateful()
+    loop = Loop(None, callbacks=used).train(epochs=1)
+    before = copy.deepcopy(used)
+    again = ls.Trainer(loop.model, loop.optimizer, loss=loop.loss, num_shards=4, callbacks=used)
+    again.step(next(iter(loop.loader.epoch(0))))
+    stopping = used[2]
+    assert isinstance(stopping, ls.EarlyStopping)
+    assert stopping.best is not None
+    assert states(used[1:]) == states(before[1:])  # EMA has gone on
+
+
+def test_callbacks_that_were_used_take_the_state_of_a_checkpoint(tmp_path: Path) -> None:
+    used, resumed = stateful(), stateful()
+    Loop(None, callbacks=stateful()).train(epochs=1, folder=tmp_path, stop_after=STEPS - 1)
+    Loop(None, callbacks=used).train()
+    for callbacks in (used, resumed):
+        loop = Loop(None, callbacks=callbacks)
+        loop.trainer.load(tmp_path / "middle.ckpt")
+        loop.train()
+    assert states(used) == states(resumed)
 
 
 def begun(swa: ls.SWA) -> ls.SWA:
