@@ -35,6 +35,10 @@ TRACKED = "trainer.close()\nloss, batch = loss_fn, next(iter(loader.epoch(0)))\n
 BEFORE = {
     ("checkpoint-format.md", 0): SAVED + "trainer.save('step-00000240.ckpt')\n",
     ("checkpoints.md", 0): SAVED + "trainer.save('runs/digits/step-00000240.ckpt')\n",
+    ("doctor.md", 3): (
+        "import os\nterminal, tty = os.openpty()\nos.environ['TTY'] = os.ttyname(tty)\n"
+        "os.write(terminal, b'p 6 * 7\\ncontinue\\n')\n"
+    ),
     ("from-torch.md", 0): (
         "trainer.close()\nloader = DataLoader(dataset, 8, sampler=ls.DistributedSampler(dataset))\n"
         "net, loss_fn = model, nn.functional.cross_entropy\n"
@@ -46,6 +50,8 @@ BEFORE = {
     ("from-torch.md", 5): "path = 'weights.pt'\ntorch.save(model.state_dict(), path)\n",
     ("process-groups.md", 0): LAUNCHED,
     ("questions.md", 2): "import random\nimport numpy as np\n",
+    ("testing.md", 0): "from lockstep.comm import World\n",
+    ("testing.md", 1): "def step(model):\n    model.weight.square().sum().backward()\n",
     ("trackers.md", 2): TRACKED,
     ("trackers.md", 3): "",
     ("wrapper.md", 0): LAUNCHED,
@@ -77,8 +83,13 @@ MADE = """
     )
 """
 AFTER = {
+    ("doctor.md", 3): (
+        "seen = b''\nwhile dist.get_rank() == 1 and b'(Pdb) 42' not in seen:\n    seen += os.read(terminal, 1000)\n"
+    ),
     ("from-torch.md", 3): "assert int(total[2]) == 2 * len(labels)\n",
     ("process-groups.md", 0): "assert dist.get_world_size() == 2\n",
+    ("testing.md", 0): "test_the_sum_is_that_of_all_ranks()\n",
+    ("testing.md", 1): "test_the_step_does_not_wait_for_the_device()\n",
     ("trackers.md", 3): (
         "from types import SimpleNamespace\ntracker = MyTracker()\ntracker.start(SimpleNamespace(folder=Path()))\n"
         "tracker.log(1, {'loss': 0.5})\ntracker.end('finished')\n"
