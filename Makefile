@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 # Otherwise every process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test suite check lint style types unit bench-ddp bench-comm bench-bits bench-checkpoints bench-elastic torture bench-recorder bench-streams bench-trainer pages docs browser matrix clean
+.PHONY: train test suite check lint style types unit changed bench-ddp bench-comm bench-bits bench-checkpoints bench-elastic torture bench-recorder bench-streams bench-trainer pages docs browser matrix clean
 
 train: $(STAMP)
 	$(VENV)/bin/lockstep train $(CONFIG)
@@ -23,11 +23,15 @@ suite: $(STAMP)
 	@env -u MAKEFLAGS -u MFLAGS $(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \
 	    --ignore tests/pages
 
-# What to run before a commit: everything but the tests that start processes. The two slow parts run side by side, and
-# each shows its output when it is done.
+# What to run before a commit: lint, types, and the unit tests of the packages that differ from the main branch. The two
+# slow parts run side by side, and each shows its output when it is done.
 check: style
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target types unit
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target types changed
 
+changed: $(STAMP)
+	$(VENV)/bin/python -m pytest --quiet --numprocesses 2 --dist worksteal $$($(VENV)/bin/python tests/changed.py)
+
+# All tests that start no processes.
 unit: $(STAMP)
 	$(VENV)/bin/python -m pytest --quiet --numprocesses 2 --dist worksteal tests/unit tests/test_architecture.py
 
