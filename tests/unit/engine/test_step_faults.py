@@ -371,6 +371,7 @@ class Counted(StepPart):
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed()  # without the part: its result is kept
     monkeypatch.setattr(step_engine, "STEP_PARTS", (*step_engine.STEP_PARTS, Counted))
 
 
