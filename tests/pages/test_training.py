@@ -28,6 +28,14 @@ def test_the_config_is_one_and_every_key_of_the_table_exists(page: Path) -> None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_key_of_a_config_is_on_a_page(page: Path) -> None:
+    text = page.read_text("utf-8") + page.with_name(page.name.replace("training", "config")).read_text("utf-8")
+    named = set(re.findall(r"`(\w+)`|^(\w+):", text, flags=re.MULTILINE))
+    options = {name.replace("-", "_") for name in re.findall(r"--([\w-]+)", text)}
+    assert set(Config.model_fields) <= {first or second for first, second in named} | options
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_both_pages_have_one_loop(page: Path) -> None:
     def without_comments(text: str) -> str:
         return re.sub(r"\s*#.*", "", text)
