@@ -6,6 +6,7 @@ Those that need two ranks are in test_codes_on_ranks.py.
 import ast
 import functools
 import re
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,45 @@ def test_both_pages_have_the_same_parts(code: str) -> None:
 def test_a_page_begins_with_a_message_and_each_message_is_one_of_the_code(code: str) -> None:
     assert blocks(page_of(code))[0][0] == "text"
     assert {codes_in(message)[-1] for language, message in blocks(section_of(code)) if language == "text"} <= {code}
+
+
+ANY = "\0"
+"""Stands for any text: for a value that a message names, for what a page leaves out."""
+COMPOSED = {"LS304", "LS808"}
+"""Codes of messages that are put together of several texts."""
+
+
+@functools.cache
+def messages() -> Mapping[str, set[str]]:
+    """Return the texts of the package that end with a code, by code, with ANY for each value in them."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "src" / "lockstep").rglob("*.py"):
+        source = path.read_text("utf-8")
+        for node in ast.walk(ast.parse(source)) if codes_in(source) else ():
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else ANY for part in parts)
+            for code in codes_in(text):
+                found.setdefault(code, set()).add(re.sub(r"%\w|\{\}", ANY, " ".join(text.split())))
+    return found
+
+
+def fits(message: str, quoted: str) -> bool:
+    """Whether two texts can be the same, with ANY in either: a row for each character of the one, as in a diff."""
+    row = [all(each == ANY for each in quoted[:length]) for length in range(len(quoted) + 1)]
+    for mine in message:
+        above, row = row, [row[0] and mine == ANY]
+        for place, its in enumerate(quoted):
+            either = ANY in {mine, its}
+            row.append((either and (above[place + 1] or row[place])) or (mine == its and above[place]))
+    return row[-1]
+
+
+@pytest.mark.parametrize("code", [code for code in all_codes() if code not in COMPOSED])
+def test_a_page_quotes_what_the_message_says(code: str) -> None:
+    for language, text in blocks(section_of(code)):
+        if language == "text":
+            quoted = " ".join(text.split()).replace("...", ANY)
+            assert any(fits(message, quoted) for message in messages()[code]), text
 
 
 @pytest.mark.parametrize("code", all_codes())
