@@ -40,6 +40,7 @@ from lockstep.errors import (
 from lockstep.launch.launcher import launch
 from lockstep.launch.messages import Run
 from lockstep.launch.restarts import Elastic
+from lockstep.means import Mean, mean_over_ranks
 from lockstep.parallel import (
     DataParallel,
     DataParallelCriterion,
@@ -75,6 +76,7 @@ __all__ = [
     "LossError",
     "MaxSteps",
     "MaxTime",
+    "Mean",
     "ParameterMismatchError",
     "PeerLostError",
     "ReduceLROnPlateau",
@@ -98,6 +100,7 @@ __all__ = [
     "launch",
     "load_weights",
     "make_schedule",
+    "mean_over_ranks",
     "ordered_all_reduce",
     "ordered_hook",
     "parameter_groups",

@@ -1,4 +1,4 @@
-"""What a mean is a mean of: the divisors of torch's losses, for a loss that is computed in parts.
+"""Means that are computed in parts, by shards or ranks: a sum and how much it is a sum of.
 
 [Note: means of parts] The mean over a batch is that of its parts' means, each weighted by what it was divided by: of
 most losses the number of samples. `cross_entropy` and `nll_loss` divide by the class weights of the targets that are
@@ -7,15 +7,90 @@ not ignored, and each part's mean needs that weight.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
+
+from lockstep.comm import calls_for, current_world
+from lockstep.errors import LossError
+from lockstep.torch_private.groups import device_types
 
 WEIGHTED_BY_TARGET: Mapping[Callable[..., Any], type[nn.Module]] = MappingProxyType(
     {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss: nn.NLLLoss}
 )
 """Losses whose mean is weighted by class weights and leaves out `ignore_index`: as a function, and as a module."""
+
+
+class Mean(NamedTuple):
+    """A sum and how much it is a sum of: what loss functions and metrics return, and what `Trainer.evaluate` gives.
+
+        def loss(model, batch):
+            losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")  # 0 where a target is ignored
+            return ls.Mean(losses.sum(), (batch[1] != -100).sum())
+
+        def metric(model, batch):
+            right = model(batch[0]).argmax(1) == batch[1]
+            return ls.Mean(right.sum(), len(right))
+
+    The mean over a batch is the sum of its parts' totals, divided by the sum of their weights.
+
+    Args:
+        total: The sum; of a loss a scalar tensor that depends on the model's parameters.
+        weight: Samples, tokens, or the sum of class weights; zero or more.
+    """
+
+    total: Tensor | float
+    weight: Tensor | float
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN of nothing."""
+        return float(self.total) / float(self.weight) if self.weight else float("nan")
+
+
+def mean_over_ranks(total: Tensor, count: Tensor | float, group: ProcessGroup | None = None) -> Tensor:
+    """Return the loss of this rank for which DistributedDataParallel gives the gradient of the mean over all ranks.
+
+        losses = F.cross_entropy(model(inputs), targets, reduction="none")  # 0 where a target is ignored
+        ls.mean_over_ranks(losses.sum(), (targets != -100).sum()).backward()
+
+    The wrapper averages the gradients of ranks. The mean of each rank's own mean is not the mean over all tokens where
+    ranks have other numbers of them: a rank with few counts as much as one with many. So this is the total, times the
+    number of ranks, divided by the count of all ranks. The mean of what ranks get is the loss of the whole batch.
+
+    Every rank of the group must call it, also one whose count is 0.
+
+    Args:
+        total: The sum of the losses of this rank, a scalar.
+        count: Of how many samples or tokens. Where gradients are accumulated over several backwards: of all of them, so
+            that each has the same divisor.
+        group: The group of the wrapper; None for the default group. Without one this is `total / count`.
+
+    Raises:
+        LossError: The count of all ranks is 0.
+        ValueError: The total is not a scalar, or the count is below zero.
+    """
+    if total.numel() != 1:
+        raise ValueError(
+            f"The total has shape {list(total.shape)}, expected one number: the sum of this rank's losses. (LS507)"
+        )
+    world = current_world(group)
+    counts = torch.as_tensor(count, dtype=torch.float64).detach().reshape(()).clone()
+    if world.group is not None:
+        is_on_hosts = any(device.type == "cpu" for device in device_types(world.group))
+        counts = counts if is_on_hosts else counts.to(total.device)
+        with calls_for("mean_over_ranks"):
+            dist.all_reduce(counts, group=world.group)
+    all_of_them = float(counts)
+    if not all_of_them > 0:
+        raise LossError(
+            f"The count of all ranks is {all_of_them:g}, expected more than zero: there is no mean. (LS507)"
+        )
+    return total * (world.world_size / all_of_them)
 
 
 def is_weighted_by_target(criterion: Any) -> bool:

@@ -93,13 +93,13 @@ def half_loss(model: nn.Module, batch: Any) -> Tensor:
         return mean_loss(model, batch)
 
 
-def token_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+def token_loss(model: nn.Module, batch: Any) -> ls.Mean:
     """Weigh by what counts in a slice; some slices have nothing."""
     with torch.autocast("cpu", torch.bfloat16):
         scores = model(batch[0])
     counts = batch[1] != 1
     losses = nn.functional.cross_entropy(scores.float(), batch[1], reduction="none")
-    return (losses * counts).sum() / counts.sum().clamp(min=1), counts.sum()
+    return ls.Mean((losses * counts).sum(), counts.sum())
 
 
 def make_rank_0_slow(trainer: ls.Trainer) -> None:

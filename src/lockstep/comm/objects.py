@@ -265,5 +265,5 @@ def _find(module: str, name: str) -> Any:
         if not isinstance(found, type) or found.__module__ != module:
             return None
         is_record = dataclasses.is_dataclass(found) or "__pydantic_fields__" in vars(found)
-        return found if is_record or issubclass(found, Enum | Exception) else None
+        return found if is_record or issubclass(found, Enum | Exception | tuple) else None
     return None

@@ -13,7 +13,7 @@ same parameters and buffers; a step that fails leaves everything as it was, on e
 sample exactly once.
 """
 
-from lockstep.engine.evaluation import Mean, Metric, accuracy
+from lockstep.engine.evaluation import Metric, accuracy
 from lockstep.engine.run_state import RunState
 from lockstep.engine.saving import LoadedState
 from lockstep.engine.shard_runs import Loss
@@ -25,7 +25,6 @@ from lockstep.engine.user_function import StepPlace
 __all__ = [
     "LoadedState",
     "Loss",
-    "Mean",
     "Metric",
     "RunState",
     "StepEngine",

@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Protocol, Self, SupportsFloat, final
@@ -30,6 +29,7 @@ from lockstep.engine.networks import evaluation_mode, find_networks, networks_wa
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import seed_slice
 from lockstep.engine.user_function import UserFunction
+from lockstep.means import Mean
 from lockstep.processes.reproducibility import reseed_generators
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.recording import EventKind, own_recorder
@@ -38,27 +38,13 @@ from lockstep.torch_private.modules import TorchsSyncBatchNorm, tree_map_only
 
 MetricValues = tuple[float | Tensor, float | Tensor] | Mapping[str, tuple[float | Tensor, float | Tensor]]
 Metric = Callable[[nn.Module, Any], MetricValues]
-"""`metric(model, batch)`: a sum over a slice and its weight, or several by name."""
+"""`metric(model, batch)`: a `Mean` of a slice, or a pair of sum and count, or several by name."""
 Slices = Callable[[ShardedBatch, Slice], MetricValues]
 Forward = Callable[[nn.Module, Any], object]
 Sums = dict[str, Tensor]
 _BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, TorchsSyncBatchNorm)
 _PURPOSE = "Trainer.evaluate"
 _STATISTICS_PURPOSE = "Trainer.update_batchnorm"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mean:
-    """A sum and how much it is a sum of."""
-
-    total: float
-    weight: float
-    """Number of samples (or tokens, or whatever the metric counts) in it."""
-
-    @property
-    def value(self) -> float:
-        """The mean; NaN of nothing."""
-        return self.total / self.weight if self.weight else float("nan")
 
 
 def read_values(found: Any) -> Mapping[str, float]:
@@ -237,7 +223,7 @@ def _read_mean(name: str, value: Any) -> Mean:
     total, weight = map(float, value)
     if weight < 0 or math.isnan(weight):
         raise ValueError(f"The weight of the metric {name} is {weight} for a slice, expected zero or more. (LS528)")
-    return Mean(total=total, weight=weight)
+    return Mean(total, weight)
 
 
 def _is_number(value: Any) -> bool:
@@ -251,9 +237,9 @@ def _describe(value: object) -> str:
 def add_means(means: Iterable[Mean]) -> Mean:
     total = weight = 0.0
     for mean in means:
-        total += mean.total
-        weight += mean.weight
-    return Mean(total=total, weight=weight)
+        total += float(mean.total)
+        weight += float(mean.weight)
+    return Mean(total, weight)
 
 
 def _check_same_content(contents: Sequence[int | None]) -> None:
@@ -339,7 +325,7 @@ def _singles(metric: Any) -> list[Any]:
     return [part for part in metric.modules() if isinstance(part, single)]
 
 
-def accuracy(output: Tensor, target: Tensor, *, ignore_index: int | None = None) -> tuple[float, int]:
+def accuracy(output: Tensor, target: Tensor, *, ignore_index: int | None = None) -> Mean:
     """Count the predictions that are right.
 
         def metric(model, batch):
@@ -367,9 +353,9 @@ def accuracy(output: Tensor, target: Tensor, *, ignore_index: int | None = None)
         )
     right = output.argmax(dim) == target
     if ignore_index is None:
-        return float(right.sum()), target.numel()
+        return Mean(float(right.sum()), target.numel())
     counted = target != ignore_index
-    return float((right & counted).sum()), int(counted.sum())
+    return Mean(float((right & counted).sum()), int(counted.sum()))
 
 
 def has_classes(output: object, target: object) -> bool:

@@ -50,6 +50,7 @@ from lockstep.engine.step_table import (
     mean_in_tree_order,
 )
 from lockstep.errors import GroupError, LossError, PeerLostError
+from lockstep.means import Mean
 from lockstep.shards import add_in_tree_order
 from lockstep.torch_private.autograd import tensor_hooks
 
@@ -334,6 +335,8 @@ def check_values(values: Mapping[Any, Any], weight: float | Tensor) -> ShardValu
     found: dict[str, tuple[float | Tensor, float | Tensor]] = {}
     for name, value in values.items():
         parts = value if isinstance(value, tuple) else (value, weight)
+        if isinstance(value, Mean):
+            parts = (_mean_of(value), value.weight)
         if len(parts) != 2 or not all(map(_is_number, parts)):  # noqa: PLR2004 - mean and weight
             raise LossError(
                 f"The loss function returned {name!r} as a {type(value).__name__}, expected the mean of a slice as one "
@@ -393,6 +396,8 @@ def _take_apart(result: Any, num_samples: int) -> tuple[Any, Any, Mapping[Any, A
             )
         others = {name: value for name, value in result.items() if name != "loss"}
         result = result["loss"]
+    if isinstance(result, Mean):
+        return _mean_of(result), result.weight, others
     if not isinstance(result, tuple):
         return result, num_samples, others
     if len(result) != 2:  # noqa: PLR2004 - loss and weight
@@ -401,6 +406,12 @@ def _take_apart(result: Any, num_samples: int) -> tuple[Any, Any, Mapping[Any, A
             "it and its weight. (LS507)"
         )
     return *result, others
+
+
+def _mean_of(found: Mean) -> Any:
+    """Return total / weight; of the weight 0 the total, which is 0 then and has gradients of 0, not NaN."""
+    total, weight = found
+    return total / (torch.where(weight > 0, weight, 1) if isinstance(weight, Tensor) else weight or 1)
 
 
 def _wrong_loss(loss: object) -> LossError:

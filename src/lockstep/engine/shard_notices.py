@@ -77,6 +77,20 @@ def warn_of_compared_samples(model: nn.Module, function: Any, loss: Tensor, num_
     return compares
 
 
+def warn_of_pair(result: Any) -> None:
+    """Warn of a loss that is returned as a pair of mean and weight: that of a metric is sum and weight (local)."""
+    given = result.get("loss") if isinstance(result, Mapping) else result
+    if type(given) is tuple:
+        warnings.warn(
+            "The loss function returned a pair. Of a loss it is the mean and its weight, of a metric the sum and its "
+            "weight, so one is easily taken for the other. Return ls.Mean(total, weight), which is the same for both: "
+            "here ls.Mean(loss * weight, weight), or the sum that the mean was made of. Pairs are still read as "
+            "before. (LS507)",
+            DeprecationWarning,
+            stacklevel=stacklevel_of_user(),
+        )
+
+
 def split_samples(data: Any, num_samples: int) -> tuple[Any, Any] | None:
     """Return the two halves of a slice; None where it does not say which of its numbers are of which sample."""
     leaves = [each for each in tree_leaves(data) if isinstance(each, Tensor) and each.ndim]

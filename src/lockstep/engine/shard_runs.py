@@ -38,6 +38,7 @@ from lockstep.engine.shard_notices import (
     check_is_mean,
     split_samples,
     warn_of_compared_samples,
+    warn_of_pair,
     warn_of_row_writes,
 )
 from lockstep.engine.side_effects import LeftState, StateWatch
@@ -199,8 +200,10 @@ class ShardRuns:
 
     def _run_shard(self, batch: ShardedBatch, part: Slice, task: ShardTask, data: Any, *, looks: bool) -> Tensor:
         num_calls = OPEN_GROUPS.num_calls() if looks else 0
-        loss, weight, values = read_loss(self.call_loss(batch, part, data), part)
+        result = self.call_loss(batch, part, data)
+        loss, weight, values = read_loss(result, part)
         if looks:
+            warn_of_pair(result)
             function, model = self._loss.function, self.state.model
             compares = warn_of_compared_samples(model, function, loss, part.num_samples, batch.num_shards)
             # A loss with collectives would wait for the other workers.

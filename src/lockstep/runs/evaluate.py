@@ -17,10 +17,11 @@ from torch import nn
 from lockstep.checkpoint.file import load_checkpoint
 from lockstep.data import ShardedLoader
 from lockstep.engine.averaging import SWA, AveragedWeights, put_weights
-from lockstep.engine.evaluation import Mean, has_batchnorm, read_values
+from lockstep.engine.evaluation import has_batchnorm, read_values
 from lockstep.engine.saving import unpack_state
 from lockstep.engine.schedules import ReduceLROnPlateau
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.means import Mean
 from lockstep.runs.build import (
     TEST,
     TRAIN,
@@ -59,7 +60,7 @@ def evaluate_saved(
     found = measure(parts, loader)
     return Evaluation(
         metrics={name: mean.value for name, mean in found.items()},
-        weights={name: mean.weight for name, mean in found.items()},
+        weights={name: float(mean.weight) for name, mean in found.items()},
         num_samples=loader.num_samples,
         digest=parts.trainer.digest(),
         fingerprint=str(parts.trainer.fingerprint()),
@@ -141,7 +142,7 @@ def measure(
                 raise ConfigError(f"metrics names {key}, which gives {value!r}, expected one number. (LS808)")
             if key in found:
                 raise ConfigError(f"metrics names two metrics called {key!r}. Give one of them another name. (LS808)")
-            found[key] = Mean(total=value, weight=1.0)
+            found[key] = Mean(value, 1.0)
     return found
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.comm import World
+from lockstep.means import Mean
 from lockstep.parallel.comparison.optimizers import listen_to_steps
 
 NUM_STEPS = 7
@@ -39,10 +40,10 @@ def mean_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-def weighted_loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+def weighted_loss(model: nn.Module, batch: list[Tensor]) -> Mean:
     weights = (batch[0][:, :1] > 0).float()
     total = weights.sum()
-    return (weights * (model(batch[0]) - batch[1]).square()).sum() / total.clamp(min=1), total
+    return Mean((weights * (model(batch[0]) - batch[1]).square()).sum(), total)
 
 
 def make_data() -> TensorDataset:

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from lockstep.engine.evaluation import Mean, accuracy, add_means, has_classes
+from lockstep.engine.evaluation import accuracy, add_means, has_classes
+from lockstep.means import Mean
 
 
 def test_accuracy_counts_right_predictions() -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from lockstep.data import ShardedLoader
 from lockstep.engine import Trainer
 from lockstep.errors import LossError
+from lockstep.means import Mean
 
 ROWS, WIDTH, BATCH, NUM_SHARDS = 6, 6, 24, 4
 """As wide as a slice has samples: a shape alone proves nothing."""
@@ -189,7 +190,6 @@ def only_in_training(net: nn.Module, batch: Any) -> Tensor:
 CLASS_WEIGHTS = torch.tensor([0.1, 1.0, 3.0, 2.0, 1.0, 0.5])
 NO_MEANS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "sum": lambda net, batch: cross_entropy(net(batch[0]), batch[1], reduction="sum"),
-    "sum as of a metric": lambda net, batch: (cross_entropy(net(batch[0]), batch[1], reduction="sum"), len(batch[1])),
     "class weights": lambda net, batch: cross_entropy(net(batch[0]), batch[1], weight=CLASS_WEIGHTS),
     "ignored targets": lambda net, batch: cross_entropy(net(batch[0]), batch[1], ignore_index=2),
     "root": root_of_error,
@@ -197,13 +197,12 @@ NO_MEANS: dict[str, Callable[[nn.Module, Any], Any]] = {
 }
 MEANS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "mean": lambda net, batch: cross_entropy(net(batch[0]), batch[1]),
-    "class weights": lambda net, batch: (
-        cross_entropy(net(batch[0]), batch[1], weight=CLASS_WEIGHTS),
+    "class weights": lambda net, batch: Mean(
+        cross_entropy(net(batch[0]), batch[1], weight=CLASS_WEIGHTS, reduction="sum"),
         CLASS_WEIGHTS[batch[1]].sum(),
     ),
-    "ignored targets": lambda net, batch: (
-        cross_entropy(net(batch[0]), batch[1], ignore_index=2),
-        (batch[1] != 2).sum(),
+    "ignored targets": lambda net, batch: Mean(
+        cross_entropy(net(batch[0]), batch[1], ignore_index=2, reduction="sum"), (batch[1] != 2).sum()
     ),
     "penalty": penalized,
     "noise": noisy,
@@ -236,3 +235,12 @@ def test_a_mean_over_samples_is_trained(name: str, make: Callable[[], nn.Module]
 def test_a_loss_of_another_kind_is_trained_where_that_is_said() -> None:
     take_steps(encoder(), root_of_error, exact_mean=False)
     take_steps(encoder(), root_of_error, num_shards=1)  # the shard is the batch
+
+
+def test_a_pair_is_told_once_and_a_sum_in_it_refused() -> None:
+    """A metric returns a sum and a count, and given as a loss it made the gradient as large as the slice."""
+    with pytest.warns(DeprecationWarning, match=r"Return ls\.Mean\(total, weight\).*LS507") as warned:
+        take_steps(encoder(), lambda net, batch: (cross_entropy(net(batch[0]), batch[1]), len(batch[1])))
+    assert len(warned) == 1
+    with pytest.warns(DeprecationWarning, match="LS507"), pytest.raises(LossError, match="LS533"):
+        take_steps(encoder(), lambda net, batch: (cross_entropy(net(batch[0]), batch[1], reduction="sum"), ROWS))

@@ -18,6 +18,7 @@ from lockstep.data import ShardedLoader
 from lockstep.engine import Trainer
 from lockstep.engine.averaging import EMA
 from lockstep.errors import CheckpointError, LossError
+from lockstep.means import Mean
 
 FEATURES = 6
 
@@ -73,10 +74,10 @@ def test_steps_are_those_of_one_process_on_the_whole_batch(max_grad_norm: float 
 
 
 def test_a_loss_may_bring_its_own_weight() -> None:
-    def per_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    def per_token(model: nn.Module, batch: Any) -> Mean:
         tokens = batch[0][:, 0] > 0  # uneven over the shards
         losses = (model(batch[0]) - batch[1]).square().squeeze(1)
-        return (losses * tokens).sum() / tokens.sum().clamp(min=1), tokens.sum()
+        return Mean((losses * tokens).sum(), tokens.sum())
 
     ours, plain = model(), model()
     batch = next(iter(loader().epoch(0)))
@@ -84,7 +85,7 @@ def test_a_loss_may_bring_its_own_weight() -> None:
     inputs, target = (torch.cat([part.data[side] for part in batch.slices]) for side in (0, 1))
     loss, weight = per_token(plain, (inputs, target))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-    loss.backward()
+    (loss / weight).backward()
     optimizer.step()
     assert result.weight == weight.item()
     for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
@@ -139,17 +140,18 @@ def test_a_part_in_evaluation_mode_stays_in_it() -> None:
 
 
 def test_a_shard_without_weight_adds_nothing_even_if_its_mean_is_of_nothing() -> None:
-    def masked(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    def masked(model: nn.Module, batch: Any) -> Mean:
         chosen = batch[0][:, 0] > 0.8  # rare: some shards have none
         losses = (model(batch[0]) - batch[1]).square().squeeze(1)
-        return losses[chosen].mean(), chosen.sum()
+        return Mean(losses[chosen].sum(), chosen.sum())
 
     ours, plain = model(), model()
     batch = next(iter(loader(num_shards=8).epoch(0)))
     assert any(not (part.data[0][:, 0] > 0.8).any() for part in batch.slices)
     trainer(ours, num_shards=8, loss=masked).step(batch)
     inputs, target = (torch.cat([part.data[side] for part in batch.slices]) for side in (0, 1))
-    masked(plain, (inputs, target))[0].backward()
+    total, weight = masked(plain, (inputs, target))
+    (total / weight).backward()
     torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9).step()
     for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
@@ -297,7 +299,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update() -> None:
 
 
 def test_weights_that_add_up_to_nothing_are_refused() -> None:
-    training = trainer(model(), loss=lambda model, batch: (mean_loss(model, batch), 0))
+    training = trainer(model(), loss=lambda model, batch: Mean(mean_loss(model, batch), 0))
     with pytest.raises(LossError, match=r"summed weight of the losses is 0\.0"):
         training.step(next(iter(loader().epoch(0))))
 
@@ -552,9 +554,13 @@ def test_gradients_in_one_memory_are_divided_once(num_shards: int) -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return (inputs * (self.position.unsqueeze(0) + self.kind.unsqueeze(0))).sum(1, keepdim=True)
 
+    def weighted(model: nn.Module, batch: Any) -> Mean:
+        weight = 3.0 * len(batch[0])
+        return Mean(mean_loss(model, batch) * weight, weight)
+
     ours, plain = Positions(), Positions()
     batch = next(loader(num_shards).epoch(0))
-    trainer(ours, num_shards, loss=lambda model, batch: (mean_loss(model, batch), 3.0 * len(batch[0]))).step(batch)
+    trainer(ours, num_shards, loss=weighted).step(batch)
     inputs, target = (torch.cat([part.data[side] for part in batch.slices]) for side in (0, 1))
     mean_loss(plain, (inputs, target)).backward()
     for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):

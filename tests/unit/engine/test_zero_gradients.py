@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 from lockstep.comm import World
 from lockstep.data import ShardedLoader
 from lockstep.engine import Trainer
+from lockstep.means import Mean
 
 NUM_SHARDS = 3
 
@@ -34,11 +35,11 @@ def data() -> TensorDataset:
     return TensorDataset(torch.tensor([0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0, 0, 1, 2, 1, 0, 2]))
 
 
-def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+def loss(model: nn.Module, batch: Any) -> Mean:
     """Return the mean over samples that count, which is 0 / 0 where there are none, and their number."""
     (words,) = batch
     weights = torch.cat([(words < 3)[words < 3], (words < 3)[words >= 3]]).float()[:, None]
-    return (model(words).square() * weights).sum() / weights.sum(), weights.sum()
+    return Mean((model(words).square() * weights).sum(), weights.sum())
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -61,7 +62,8 @@ def test_what_only_shards_without_weight_use_is_updated_as_in_a_plain_loop(*, sp
     optimizer = optimizer_of(plain)
     for words in data().tensors[0].split(9):
         optimizer.zero_grad()
-        loss(plain, (words,))[0].backward()
+        total, weight = loss(plain, (words,))
+        (total / weight).backward()
         optimizer.step()
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(answers[0][1][name], value, msg=name)

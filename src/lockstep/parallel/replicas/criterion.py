@@ -9,7 +9,14 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lockstep.means import WEIGHTED_BY_TARGET, divisor_of, has_class_numbers, has_own_forward, is_weighted_by_target
+from lockstep.means import (
+    WEIGHTED_BY_TARGET,
+    Mean,
+    divisor_of,
+    has_class_numbers,
+    has_own_forward,
+    is_weighted_by_target,
+)
 from lockstep.parallel.replicas.copies import (
     Copies,
     Replicas,
@@ -44,8 +51,8 @@ class DataParallelCriterion(nn.Module):
       in a `functools.partial`.
 
     The inside of your own function or module cannot be inspected. If it averages over something else (such as tokens
-    that are not padding), return `(loss, weight)` as for `ls.Trainer`. If it sums, give it an attribute `reduction`
-    with the value "sum".
+    that are not padding), return `ls.Mean(total, weight)` as for `ls.Trainer`. If it sums, give it an attribute
+    `reduction` with the value "sum".
 
     Args:
         criterion: A function, or a module, which is on the first output's device if it has parameters or buffers.
@@ -208,6 +215,9 @@ def _replica_loss(
             dtype=each.dtype,
         )
     result = criterion(output, *targets, **kwargs)
+    if isinstance(result, Mean):
+        total = torch.as_tensor(result.total)
+        return _ReplicaLoss(loss=total, weight=result.weight, is_sum=True, dtype=total.dtype)
     if isinstance(result, tuple):
         loss, weight = result
         return _ReplicaLoss(loss=loss, weight=weight, is_sum=False, dtype=loss.dtype)
@@ -215,7 +225,7 @@ def _replica_loss(
         raise TypeError(
             f"The criterion is a {type(criterion).__name__} with an overridden forward, so it is unknown what its mean "
             "divides by (class weights, ignore_index). "
-            "Return (loss, weight), where weight is the divisor of the loss. (LS354)"
+            "Return ls.Mean(total, weight): the sum of the losses, and what the mean divides by. (LS354)"
         )
     [counted, *_] = [*tensors_in((targets, kwargs)), *tensors_in(output)]
     return _ReplicaLoss(loss=result, weight=counted.size(dim), is_sum=False, dtype=result.dtype)

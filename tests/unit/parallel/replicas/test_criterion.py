@@ -107,7 +107,7 @@ def test_a_classification_loss_with_a_forward_of_its_own_says_its_weight() -> No
     patched.forward = nn.functional.cross_entropy  # type: ignore[method-assign]
     outputs, target = torch.randn(4, NUM_CLASSES), classes(4)
     for criterion in (OfLogits(), patched):
-        with pytest.raises(TypeError, match=r"an overridden forward.*Return \(loss, weight\)"):
+        with pytest.raises(TypeError, match=r"an overridden forward.*Return ls.Mean\(total, weight\)"):
             DataParallelCriterion(criterion)(list(outputs.chunk(2)), target)
     summed = DataParallelCriterion(OfLogits(reduction="sum"))(list(outputs.chunk(2)), target)
     torch.testing.assert_close(summed, OfLogits(reduction="sum")(outputs, target))
