@@ -688,6 +688,51 @@ def test_the_module_is_compiled_and_nothing_else(answers: list[ScenarioAnswers],
 # -- A group that is destroyed -----------------------------------------------------------------------------------------
 
 
+# -- Means over tokens -------------------------------------------------------------------------------------------------
+
+NUM_TOKENS = ((1, 4), (7, 0))
+"""Of each of two backwards, by rank."""
+
+
+def tokens(rank: int, part: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * rank + part)
+    return torch.randn(NUM_TOKENS[rank][part], 3, dtype=torch.float64, generator=generator)
+
+
+def means(rank: int, answers: Answers) -> None:
+    for name, wrap in {"ours": ls.DistributedDataParallel, "torch's": TorchDDP}.items():
+        model = wrap(linear().double())
+        loss = ls.mean_over_ranks(model(tokens(rank, 0)).square().sum(), NUM_TOKENS[rank][0])
+        loss.backward()
+        answers[f"mean, {name}"] = model.module.weight.grad.tolist()
+        answers["mean loss"] = loss.item()
+        model.zero_grad()
+        all_of_step = torch.tensor(sum(NUM_TOKENS[rank]))
+        with model.no_sync():
+            ls.mean_over_ranks(model(tokens(rank, 0)).square().sum(), all_of_step).backward()
+        ls.mean_over_ranks(model(tokens(rank, 1)).square().sum(), all_of_step).backward()
+        answers[f"accumulated mean, {name}"] = model.module.weight.grad.tolist()
+    answers["mean of nothing"] = error_of(lambda: ls.mean_over_ranks(torch.zeros(()), 0))
+
+
+@pytest.mark.parametrize("name", ["ours", "torch's"])
+def test_a_mean_over_ranks_has_the_gradient_of_that_over_all_tokens(name: str, answers: list[ScenarioAnswers]) -> None:
+    for parts, key in (((0,), "mean"), ((0, 1), "accumulated mean")):
+        plain = linear().double()
+        loss = plain(torch.cat([tokens(rank, part) for rank in (0, 1) for part in parts])).square().mean()
+        loss.backward()
+        for found in answers:
+            torch.testing.assert_close(
+                torch.tensor(found[f"{key}, {name}"], dtype=torch.float64), plain.weight.grad, rtol=1e-12, atol=0
+            )
+        if parts == (0,):
+            assert sum(found["mean loss"] for found in answers) / 2 == pytest.approx(loss.item(), rel=1e-12)
+
+
+def test_of_nothing_there_is_no_mean(answers: list[ScenarioAnswers]) -> None:
+    assert all("The count of all ranks is 0" in found["mean of nothing"] for found in answers)
+
+
 def _fail(_gradient: Tensor) -> None:
     raise ValueError("in backward")
 
@@ -734,6 +779,7 @@ SCENARIOS = (
     hooks_that_are_none,
     kinds,
     compiled,
+    means,
     destroyed,
 )
 
