@@ -126,9 +126,9 @@ def check_is_mean(whole: SliceLoss, halves: Sequence[SliceLoss], dtypes: Iterabl
         f"The loss is not a mean over samples: of a slice it is {found:.6g}, and of its halves {losses[1]:.6g} and "
         f"{losses[2]:.6g}, whose mean is {mean:.6g} (weights {weights[0]:g} and {weights[1]:g}, without dropout). The "
         "gradient of a step would depend on num_shards. Of a sum return the mean; of a mean over tokens, over targets "
-        "that are not ignored, or with class weights, the pair of it and what it was divided by. If the loss is to be "
-        "another function of a shard's samples, such as a root or a ratio, say so with exact_mean=False, in a config "
-        "exact_mean: false. (LS533)"
+        "that are not ignored, or with class weights, ls.Mean(total, weight): the sum, and what the mean divides it "
+        "by. If the loss is to be another function of a shard's samples, such as a root or a ratio, say so with "
+        "exact_mean=False, in a config exact_mean: false. (LS533)"
     )
 
 

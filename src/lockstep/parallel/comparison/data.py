@@ -219,7 +219,8 @@ def _warn_of_sizes(status: GroupStatus) -> None:
         f"rank {sizes.index(least)} on {least}{_backwards(status, sizes.index(least))}, by the first dimension of the "
         "inputs. DistributedDataParallel averages the ranks' gradients, so a sample of the smaller batch counts for "
         "more. Give every rank the same number (DistributedSampler with drop_last, a DataLoader with drop_last=True, "
-        "as many micro-batches), or train with ls.Trainer, which weights by samples. (LS314)",
+        "as many micro-batches), take the loss from ls.mean_over_ranks(total, count), or train with ls.Trainer, which "
+        "weights by samples. (LS314)",
         "In one step rank",
         if_meant="If that dimension is not the batch, or the loss is weighted already",
     )
