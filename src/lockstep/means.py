@@ -29,8 +29,8 @@ class Mean(NamedTuple):
     """A sum and how much it is a sum of: what loss functions and metrics return, and what `Trainer.evaluate` gives.
 
         def loss(model, batch):
-            losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")  # 0 where a target is ignored
-            return ls.Mean(losses.sum(), (batch[1] != -100).sum())
+            total = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+            return ls.Mean(total, (batch[1] != -100).sum())
 
         def metric(model, batch):
             right = model(batch[0]).argmax(1) == batch[1]
@@ -55,7 +55,7 @@ class Mean(NamedTuple):
 def mean_over_ranks(total: Tensor, count: Tensor | float, group: ProcessGroup | None = None) -> Tensor:
     """Return the loss of this rank for which DistributedDataParallel gives the gradient of the mean over all ranks.
 
-        losses = F.cross_entropy(model(inputs), targets, reduction="none")  # 0 where a target is ignored
+        losses = nn.functional.cross_entropy(model(inputs), targets, reduction="none")  # 0 where a target is ignored
         ls.mean_over_ranks(losses.sum(), (targets != -100).sum()).backward()
 
     The wrapper averages the gradients of ranks. The mean of each rank's own mean is not the mean over all tokens where
