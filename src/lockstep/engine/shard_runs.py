@@ -245,28 +245,25 @@ class ShardRuns:
             return [loss.detach(), *(sum_of_bits([each]) for each in gradients if each is not None and each.numel())]
 
     def _check_mean(self, batch: ShardedBatch, part: Slice) -> None:
-        """Refuse a loss that is not a mean over samples, by that of a slice and those of its halves (local).
+        """Refuse a loss that is not a mean over samples, by that of a slice and those of its parts (local).
 
-        In evaluation mode, as dropout would drop other numbers of a half. Not compared is a loss that is another one
+        In evaluation mode, as dropout would drop other numbers of a part. Not compared is a loss that is another one
         from another seed, that depends on what a forward keeps, as statistics of a batch, or that has no such mode.
         """
-        halves = split_samples(part.data, part.num_samples)
-        if halves is None:
-            return
-        middle = part.num_samples // 2
-        model, purpose = self.state.model, self._purpose
+        model, purpose, num_samples = self.state.model, self._purpose, part.num_samples
         left, kept = LeftState(model, [self._loss.function]), self.state.kept_modules()
-        have_changed: list[bool] = []
+        is_other = False
+        found: list[list[SliceLoss]] = []
 
-        def compute(data: Any, num_samples: int, purpose: str = purpose) -> SliceLoss:
+        def compute(data: Any, num_samples: int) -> SliceLoss:
+            nonlocal is_other
             self.buffers.before.put_back()
-            self._purpose = purpose
             buffers = list(kept.buffers())
             versions = _versions_of(buffers)
-            found = self.call_loss(batch, replace(part, data=data), to_device(data, self.state.device))
+            result = self.call_loss(batch, replace(part, data=data), to_device(data, self.state.device))
             now = list(kept.buffers())
-            have_changed.append(list(map(id, now)) != list(map(id, buffers)) or _versions_of(now) != versions)
-            return split_loss(found, num_samples, "a part of a slice")
+            is_other = is_other or list(map(id, now)) != list(map(id, buffers)) or _versions_of(now) != versions
+            return split_loss(result, num_samples, "a part of a slice")
 
         try:
             with (
@@ -275,20 +272,28 @@ class ShardRuns:
                 evaluation_mode(kept),
                 without_compiled_parts(model),
             ):
-                whole = compute(part.data, part.num_samples)
-                again = compute(part.data, part.num_samples, f"{purpose}, once more")
-                found = compute(halves[0], middle), compute(halves[1], part.num_samples - middle)
-                keeps_nothing = not any(have_changed) and not any(left.changes())
+                whole = compute(part.data, num_samples)
+                self._purpose = f"{purpose}, once more"
+                is_other = not torch.equal(whole.loss, compute(part.data, num_samples).loss) or is_other
+                self._purpose = purpose
+                # The halves of some slices are alike by chance; a single sample is not all code made for.
+                for first in dict.fromkeys((num_samples // 2, 1)):
+                    halves = split_samples(part.data, num_samples, first)
+                    if halves is None:
+                        return
+                    found.append(list(map(compute, halves, (first, num_samples - first))))
         except GroupError:
             raise
-        except Exception:  # noqa: BLE001 - of the user's code, which need not have an evaluation mode
-            return
+        except Exception:  # noqa: BLE001, S110 - of the user's code, which need not have an evaluation mode
+            pass
         finally:
             self._purpose = purpose
+            is_other = is_other or any(left.changes())
             left.put_back()
-        if keeps_nothing and torch.equal(whole.loss, again.loss):
-            dtypes = {each.dtype for each in model.parameters()}
-            check_is_mean(whole, found, dtypes | {self.state.precision or whole.loss.dtype})
+        dtypes = {self.state.precision or self.trained.trained[0].parameter.dtype}
+        dtypes |= {each.dtype for each in model.parameters()}
+        if found and not is_other:
+            check_is_mean(whole, found, dtypes)
 
     def compute(self, batch: ShardedBatch, part: Slice) -> Tensor:
         """Run forward and backward of one slice by itself; return its loss, without a graph (local)."""

@@ -91,7 +91,7 @@ class Trainer:
             the next `step`, `save`, `evaluate`, `move_to` or `close`, and the cursor is at the failed step again.
         exact_mean: Whether the loss of a slice must be a mean over its samples, or over what its weight counts, so that
             a step has the gradient of its whole batch. It is tried in the first step, on the slice of shard 0 and its
-            halves, in evaluation mode: another loss raises an error. False: whatever it is, a step has the mean of its
+            parts, in evaluation mode: another loss raises an error. False: whatever it is, a step has the mean of its
             shards' losses, and another gradient with another `num_shards`.
         balance: "even": every worker runs the same number of shards, or one more. "speed": shards move from slow
             workers to fast ones while training; no bit of the result depends on who runs which.
