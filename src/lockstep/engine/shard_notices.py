@@ -125,7 +125,7 @@ def check_is_mean(whole: SliceLoss, splits: Sequence[Sequence[SliceLoss]], dtype
     for values, parts in zip(losses, splits, strict=True):
         weights = [float(each.weight) for each in parts]
         mean = sum(map(operator.mul, values, weights)) / (sum(weights) or math.nan)
-        if abs(found - mean) > precision**_TOLERANCE * largest:  # not where there is no number
+        if abs(found - mean) > precision**_TOLERANCE * largest + precision:  # not where there is no number
             raise _no_mean(found, values, weights, mean)
 
 
