@@ -61,8 +61,8 @@ ELSEWHERE = {
     "drop-in.md": "tests/process/test_drop_in_libraries.py",
     "lost-workers.md": "below",
     "own-loop.md": "tests/pages/test_commands.py",
-    "streams.md": "tests/unit/test_streams_page.py",
-    "training.md": "tests/unit/runs/test_training_docs.py",
+    "streams.md": "tests/pages/test_streams.py",
+    "training.md": "tests/pages/test_training.py",
 }
 """Pages whose snippets another test runs."""
 HEAD = """
