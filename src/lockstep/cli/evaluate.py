@@ -15,7 +15,7 @@ from lockstep.runs.opening import SavedRun, find_saved_run
 def evaluate(
     saved_path: SAVED,
     overrides: OVERRIDES = None,
-    data: DATA = "test",
+    data: DATA = None,
     weights: WEIGHTS = None,
     workers: WORKERS = None,
     devices: DEVICES = None,
@@ -30,18 +30,18 @@ def evaluate(
     saved = find_saved_run(saved_path, overrides or [], workers=workers, devices=devices)
     found = call_on_saved(evaluate_worker, saved, data, weights, code=code, force=force, is_quiet=as_json)
     if as_json:
-        typer.echo(json.dumps({"checkpoint": str(saved.checkpoint), "data": data, **found}, indent=2))
+        typer.echo(json.dumps({"checkpoint": str(saved.checkpoint), **found}, indent=2))
         return
     typer.echo(f"checkpoint {saved.checkpoint}, {saved.where}")
     for name, value in found["metrics"].items():
-        typer.echo(f"{data} {_describe(name, value, found['weights'][name])}")
+        typer.echo(f"{found['data']} {_describe(name, value, found['weights'][name])}")
     number = found["num_samples"]
     typer.echo(f"each {'sample' if number is None else f'of {number:,} samples'} was counted once")
     typer.echo(f"fingerprint {found['fingerprint']}")
     typer.echo(f"digest {found['digest']}")
 
 
-def evaluate_worker(run: Run, saved: SavedRun, data: str, weights: str | None) -> dict[str, Any]:
+def evaluate_worker(run: Run, saved: SavedRun, data: str | None, weights: str | None) -> dict[str, Any]:
     from lockstep.runs.evaluate import evaluate_saved
 
     return asdict(evaluate_saved(saved.config, saved.checkpoint, data, run.device, weights))

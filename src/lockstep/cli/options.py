@@ -28,7 +28,14 @@ SAVED = Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run dir
 OVERRIDES = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run's config.")
 ]
-DATA = Annotated[str, typer.Option("--data", help="test, train, or a function that returns a data set: mine:new.")]
+DATA = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        help="A set of the run, such as val or train, or a function that returns one: mine:new.  "
+        "[default: test, or else the first but train]",
+    ),
+]
 WORKERS = Annotated[int | None, typer.Option("--workers", min=1, help="Number of workers.  [default: the config's]")]
 DEVICES = Annotated[str | None, typer.Option("--devices", help="As device_ids in a config.  [default: the config's]")]
 CODE = Annotated[

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def predict(
     saved_path: SAVED,
     overrides: OVERRIDES = None,
-    data: DATA = "test",
+    data: DATA = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="NAME.csv, NAME.npz or NAME.parquet.")
     ] = Path("predictions.csv"),

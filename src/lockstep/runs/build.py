@@ -202,8 +202,13 @@ def split_sets(key: str, path: str, found: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def preferred_set(train: Any, others: Mapping[str, Any]) -> Any:
-    """Return the test set; without one the first of the others, else the training set."""
-    return others.get(TEST, next(iter(others.values()), train))
+    """Return the set of the `preferred_name`."""
+    return {TRAIN: train, **others}[preferred_name(others)]
+
+
+def preferred_name(others: Collection[str]) -> str:
+    """Return the name of the test set; without one that of the first of the others, else that of the training set."""
+    return TEST if TEST in others else next(iter(others), TRAIN)
 
 
 def unknown_set(data: str, known: Collection[str]) -> ConfigError:

@@ -30,6 +30,7 @@ from lockstep.runs.build import (
     build_parts,
     first_samples,
     make_loader,
+    preferred_name,
     unknown_set,
 )
 from lockstep.runs.config import Config
@@ -38,6 +39,8 @@ from lockstep.runs.saving import check_metric_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
+    data: str
+    """The set, by name, or the import path of its function."""
     metrics: Mapping[str, float]
     weights: Mapping[str, float]
     """Over how many samples (or tokens) each is the mean."""
@@ -48,17 +51,20 @@ class Evaluation:
 
 
 def evaluate_saved(
-    config: Config, checkpoint: Path, data: str, device: torch.device, weights: str | None = None
+    config: Config, checkpoint: Path, data: str | None, device: torch.device, weights: str | None = None
 ) -> Evaluation:
     """Evaluate the weights of a checkpoint (collective: every worker calls).
 
-    `data` names a set of the run, or is the import path of a function that returns one. `weights` is "ema" or "swa";
+    `data` names a set of the run, or is the import path of a function that returns one; None for the test set, or else
+    the first but the training set. `weights` is "ema" or "swa";
     None for the model's own.
     """
     parts = load_parts(config, checkpoint, data, device, weights)
+    data = data or preferred_name(parts.datasets)
     loader = _find_loader(parts, config, data)
     found = measure(parts, loader)
     return Evaluation(
+        data=data,
         metrics={name: mean.value for name, mean in found.items()},
         weights={name: float(mean.weight) for name, mean in found.items()},
         num_samples=loader.num_samples,
@@ -68,7 +74,7 @@ def evaluate_saved(
 
 
 def load_parts(
-    config: Config, checkpoint: Path, data: str, device: torch.device, weights: str | None = None
+    config: Config, checkpoint: Path, data: str | None, device: torch.device, weights: str | None = None
 ) -> RunParts:
     """Build what a config names, with other data if `data` is an import path, and load the weights (collective)."""
     changed = {
@@ -80,7 +86,7 @@ def load_parts(
         "scheduler_args": {},
         "warmup": 0.0,
         **WITHOUT_CALLBACKS,
-        **({"data": data, "data_args": {}, "overfit": None} if ":" in data else {}),
+        **({"data": data, "data_args": {}, "overfit": None} if data is not None and ":" in data else {}),
     }
     parts = build_parts(config.model_copy(update=changed), device)
     state = load_weights_of(checkpoint, parts.trainer.model, weights)

@@ -91,11 +91,14 @@ def predict_saved(request: PredictRequest, device: torch.device, tell: Callable[
     return num_samples
 
 
-def make_dataset(config: Config, data: str) -> Any:
-    """Return the data set of this name; for an import path the `preferred_set` of what its function returns."""
-    key, path, arguments = ("--data", data, {}) if ":" in data else ("data", config.data, config.data_args)
-    train, others = split_sets(key, path, call_object(key, import_object(key, path), **arguments))
-    sets = {TRAIN: train, **others, data: preferred_set(train, others)} if ":" in data else {TRAIN: train, **others}
+def make_dataset(config: Config, data: str | None) -> Any:
+    """Return the data set of this name; for an import path, and of None, the `preferred_set` of what there is."""
+    path = data if data is not None and ":" in data else None
+    key, source, arguments = ("data", config.data, config.data_args) if path is None else ("--data", path, {})
+    train, others = split_sets(key, source, call_object(key, import_object(key, source), **arguments))
+    if data in {None, path}:
+        return preferred_set(train, others)
+    sets = {TRAIN: train, **others}
     if data not in sets:
         raise unknown_set(data, sets)
     return sets[data]
@@ -134,7 +137,8 @@ class _Outputs:
         if self._transform is not None:
             output = call_object("--output-function", self._transform, output)
         columns = _name_columns(output)
-        if "accuracy" in self._request.saved.metrics and self._transform is None and _is_scores(output):
+        has_classes = any(name.split("_")[-1] == "accuracy" for name in self._request.saved.metrics)
+        if has_classes and self._transform is None and _is_scores(output):
             columns = {"class": output.argmax(1), **columns}
         if isinstance(target, Tensor) and target.ndim == 1 and len(target) == part.num_samples:
             columns = {"target": target, **columns}

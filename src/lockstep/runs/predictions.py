@@ -38,8 +38,8 @@ Columns = dict[str, Array]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictRequest:
     saved: SavedRun
-    data: str
-    """"test", "train", or the import path of a function that returns a data set."""
+    data: str | None
+    """A set of the run, or the import path of a function that returns one; None for the test set, or else another."""
     weights: str | None
     """"ema" or "swa" for averaged weights; None for the model's own."""
     output_function: str | None
@@ -182,7 +182,7 @@ def describe_job(request: PredictRequest) -> dict[str, Any]:
     """Return all that predictions follow from, as JSON values: the options of `lockstep predict`, and of the config."""
     return {
         "checkpoint": request.saved.digest,
-        "--data": request.data,
+        "--data": request.data or "test",
         "--weights": request.weights,
         "--output-function": request.output_function,
         "--no-targets": not request.has_targets,

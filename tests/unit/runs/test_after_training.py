@@ -147,6 +147,21 @@ def test_other_data_can_be_evaluated(run_dir: Any, tmp_path: Path) -> None:
         evaluate_saved(saved.config, saved.checkpoint, "tets", CPU)
 
 
+def test_a_run_without_a_test_set_is_evaluated_and_predicted_on_another_one(run_dir: Any, tmp_path: Path) -> None:
+    config = parse_config(VALUES | {"data": "saved_model:by_name"}, "config")
+    (tmp_path / "val").mkdir()
+    fit(config, device=CPU, run_dir=tmp_path / "val", recorder=MetricsFile(tmp_path / "val" / "metrics.jsonl"))
+    saved = find_saved_run(tmp_path / "val")
+    found = evaluate_saved(saved.config, saved.checkpoint, None, CPU)
+    assert (found.data, found.num_samples) == ("val", 21)
+    assert (
+        evaluate_saved(find_saved_run(run_dir[0]).config, find_saved_run(run_dir[0]).checkpoint, None, CPU).data
+        == "test"
+    )
+    predict_all(request_of(tmp_path / "val", tmp_path / "parts", data=None))
+    assert {"target", "class"} <= set(table(tmp_path / "parts", tmp_path / "val.npz"))
+
+
 def test_a_damaged_checkpoint_is_not_evaluated(run_dir: Any) -> None:
     saved = find_saved_run(run_dir[0])
     content = bytearray(saved.checkpoint.read_bytes())
@@ -157,7 +172,7 @@ def test_a_damaged_checkpoint_is_not_evaluated(run_dir: Any) -> None:
 
 
 def request_of(
-    folder: Path, parts: Path, *, start: int = 0, data: str = "saved_model:new", **values: Any
+    folder: Path, parts: Path, *, start: int = 0, data: str | None = "saved_model:new", **values: Any
 ) -> PredictRequest:
     saved = find_saved_run(folder)
     parts.mkdir(exist_ok=True)
