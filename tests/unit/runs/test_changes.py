@@ -39,6 +39,7 @@ def test_a_key_that_only_one_version_knows_is_no_difference() -> None:
 
 def test_harmless_changes_need_no_allow() -> None:
     check_changes(changes(epochs=20), ())
+    check_changes(find_changes({"exact_mean": True}, {"exact_mean": False}, is_mid_epoch=True), ())
 
 
 def test_to_keep_fewer_checkpoints_says_what_that_removes() -> None:
