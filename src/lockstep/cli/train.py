@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -432,7 +433,8 @@ def _show_summary(run_dir: Path) -> None:
         values = [(row[name], row["epoch"] + 1) for row in rows if isinstance(row.get(name), float)]
         if name != "learning_rate" and values:
             ends = [f"{value:.5g}" for value, _ in (values[0], values[-1])]
-            extremes = [f"{value:.5g} (epoch {epoch})" for value, epoch in (min(values), max(values))]
+            both = (choose(values, key=itemgetter(0)) for choose in (min, max))  # of equal ones the first
+            extremes = [f"{value:.5g} (epoch {epoch})" for value, epoch in both]
             table.add_row(name.replace("_", " "), *ends, *extremes)
     table_console(120).print(table, highlight=False)
 

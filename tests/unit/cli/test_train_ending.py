@@ -13,7 +13,7 @@ from lockstep.report.page import run_data
 def write_metrics(folder: Path) -> None:
     rows = [
         {"kind": "epoch", "epoch": epoch, "global_step": epoch, "train_loss": loss, "learning_rate": 0.1}
-        for epoch, loss in enumerate((1.0, 0.25, 0.5))
+        for epoch, loss in enumerate((1.0, 0.25, 1.0))
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -22,7 +22,8 @@ def test_first_last_lowest_and_highest_are_shown(tmp_path: Path, capsys: pytest.
     write_metrics(tmp_path)
     train._show_summary(tmp_path)
     [_, row, *_] = capsys.readouterr().out.splitlines()
-    assert row.split() == ["train", "loss", "1", "0.5", "0.25", "(epoch", "2)", "1", "(epoch", "1)"]
+    # Of equal ones the first, which is best.ckpt.
+    assert row.split() == ["train", "loss", "1", "1", "0.25", "(epoch", "2)", "1", "(epoch", "1)"]
 
 
 def test_a_report_that_fails_is_told_of_and_fails_nothing(
