@@ -49,8 +49,11 @@ def load_weights(path: str | Path, model: nn.Module, *, strict: bool = True, key
     Raises:
         CheckpointError: The file cannot be read or could run code, or names or shapes differ from the model's. One
             message lists all differences.
+        TypeError: The model is given first.
         ValueError: The model is on the meta device.
     """
+    if isinstance(path, nn.Module):
+        raise TypeError("load_weights was given the model first. Write ls.load_weights(path, model). (LS727)")
     targets = model.state_dict(keep_vars=True)
     if any(isinstance(target, Tensor) and target.is_meta for target in targets.values()):
         raise ValueError(

@@ -385,3 +385,9 @@ def test_a_scalar_that_was_written_as_a_vector_of_one(tmp_path: Path) -> None:
     torch.save({"scale": torch.ones(1)}, tmp_path / "a.pt")
     assert load_weights(tmp_path / "a.pt", model).fits
     assert model.scale == 1
+
+
+def test_the_other_order_of_arguments_is_told() -> None:
+    given: Any = net(seed=1)
+    with pytest.raises(TypeError, match=r"Write ls.load_weights\(path, model\)"):
+        load_weights(given, Path("a.pt"))
