@@ -26,12 +26,12 @@ def half_loss(model: nn.Module, batch: Any) -> Tensor:
         return mean_loss(model, batch)
 
 
-def token_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+def token_loss(model: nn.Module, batch: Any) -> ls.Mean:
     with torch.autocast("cuda", torch.bfloat16):
         scores = model(batch[0])
     counts = batch[1] != 1
     losses = nn.functional.cross_entropy(scores.float(), batch[1], reduction="none")
-    return (losses * counts).sum() / counts.sum().clamp(min=1), counts.sum()
+    return ls.Mean((losses * counts).sum(), counts.sum())
 
 
 def images() -> TensorDataset:

@@ -58,12 +58,12 @@ def train(run: ls.Run, backend: str, kills: dict[str, int], joins: Path | None =
         if kills.get(f"{rank} {moment}") == counts[moment]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def loss(model: nn.Module, batch: list[Tensor]) -> ls.Mean:
         reach("loss")
         if joins is not None and run.world_size == 1:
             wait_for(joins)
         weight = (batch[0][:, 0] > -10).sum()  # a tensor on the device
-        return nn.functional.mse_loss(model(batch[0]), batch[1]), weight
+        return ls.Mean(nn.functional.mse_loss(model(batch[0]), batch[1]) * weight, weight)
 
     def metric(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
         reach("metric")

@@ -17,6 +17,7 @@ from lockstep.comm import World
 from lockstep.data import ShardedLoader, balanced_weights
 from lockstep.data.order import Sampling
 from lockstep.engine import Trainer
+from lockstep.means import Mean
 
 ALONE = World(rank=0, world_size=1, group=None)
 LENGTHS = torch.arange(40) * 7 % 40
@@ -186,11 +187,11 @@ def test_labels_that_are_no_classes_are_refused() -> None:
             balanced_weights(labels)
 
 
-def count_tokens(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+def count_tokens(model: nn.Module, batch: Any) -> Mean:
     indices, noise = batch
     tokens = (indices % 7) + 1
     losses = model(noise[:, None]).squeeze(1).square()
-    return (losses * tokens).sum() / tokens.sum(), tokens.sum()
+    return Mean((losses * tokens).sum(), tokens.sum())
 
 
 def train(world: World, state: Any, stop: int | None, options: dict[str, Any]) -> tuple[str, Any]:
