@@ -104,11 +104,13 @@ def split_samples(data: Any, num_samples: int, first: int) -> tuple[Any, Any] | 
             return value[where] if value.ndim else value
         if isinstance(value, Mapping):
             return {key: cut(each, where) for key, each in value.items()}
-        if type(value) not in {list, tuple}:
+        if not isinstance(value, list | tuple):
             return value
         if len(value) == num_samples and not any(isinstance(each, Tensor) and each.ndim for each in value):
             return value[where]  # texts, say
-        return type(value)(cut(each, where) for each in value)
+        items = [cut(each, where) for each in value]
+        is_named = isinstance(value, tuple) and type(value) is not tuple
+        return type(value)(*items) if is_named else type(value)(items)
 
     return cut(data, slice(first)), cut(data, slice(first, None))
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.data import ShardedLoader
 from lockstep.engine import Trainer
+from lockstep.engine.shard_notices import split_samples
 from lockstep.errors import LossError
 from lockstep.means import Mean
 
@@ -236,6 +237,22 @@ def test_a_mean_over_samples_is_trained(name: str, make: Callable[[], nn.Module]
 def test_a_loss_of_another_kind_is_trained_where_that_is_said() -> None:
     take_steps(encoder(), root_of_error, exact_mean=False)
     take_steps(encoder(), root_of_error, num_shards=1)  # the shard is the batch
+
+
+class Named(NamedTuple):
+    values: Tensor
+    texts: list[str]
+    found: dict[str, Tensor]
+
+
+def test_samples_are_split_wherever_they_are() -> None:
+    rows = torch.arange(8).reshape(4, 2)
+    first, others = split_samples(Named(rows, ["a", "b", "c", "d"], {"one": rows[:, 0]}), 4, 1) or (None, None)
+    assert first is not None
+    assert others is not None
+    assert (first.values.tolist(), first.texts, first.found["one"].tolist()) == ([[0, 1]], ["a"], [0])
+    assert (len(others.values), others.texts, others.found["one"].tolist()) == (3, ["b", "c", "d"], [2, 4, 6])
+    assert split_samples((rows, torch.ones(3)), 4, 1) is None  # a part of which samples?
 
 
 def test_a_pair_is_told_once_and_a_sum_in_it_refused() -> None:
