@@ -5,6 +5,7 @@ most losses the number of samples. `cross_entropy` and `nll_loss` divide by the 
 not ignored, and each part's mean needs that weight.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -79,17 +80,22 @@ def mean_over_ranks(total: Tensor, count: Tensor | float, group: ProcessGroup | 
             f"The total has shape {list(total.shape)}, expected one number: the sum of this rank's losses. (LS507)"
         )
     world = current_world(group)
-    counts = torch.as_tensor(count, dtype=torch.float64).detach().reshape(()).clone()
+    number = float(count)
+    # A rank alone must not raise before the call, for which the others wait.
+    counts = torch.tensor([number, not (number >= 0 and math.isfinite(number))], dtype=torch.float64)
     if world.group is not None:
         is_on_hosts = any(device.type == "cpu" for device in device_types(world.group))
         counts = counts if is_on_hosts else counts.to(total.device)
         with calls_for("mean_over_ranks"):
             dist.all_reduce(counts, group=world.group)
-    all_of_them = float(counts)
-    if not all_of_them > 0:
-        raise LossError(
-            f"The count of all ranks is {all_of_them:g}, expected more than zero: there is no mean. (LS507)"
+    all_of_them, num_bad = map(float, counts)
+    if num_bad:
+        raise ValueError(
+            f"The count of {num_bad:g} of {world.world_size} ranks is below zero or not finite; here it is {number:g}. "
+            "Expected is how many samples or tokens the total is of. (LS507)"
         )
+    if not all_of_them > 0:
+        raise LossError(f"The count of all ranks is {all_of_them:g}, expected more than zero. (LS507)")
     return total * (world.world_size / all_of_them)
 
 

@@ -25,5 +25,7 @@ def test_alone_a_mean_over_ranks_is_the_mean() -> None:
 def test_what_has_no_mean_is_refused() -> None:
     with pytest.raises(ValueError, match=r"shape \[2\], expected one number"):
         ls.mean_over_ranks(torch.ones(2), 4)
+    with pytest.raises(ValueError, match="below zero or not finite"):
+        ls.mean_over_ranks(torch.ones(()), -1)
     with pytest.raises(ls.LossError, match="is 0, expected more than zero"):
         ls.mean_over_ranks(torch.ones(()), 0)

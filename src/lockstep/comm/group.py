@@ -218,6 +218,7 @@ class CheckedProcessGroup(ProcessGroup):
                 raise
             raise explained from error
         is_message = name in {"send", "recv", "recv_anysource"}
+        OPEN_GROUPS.num_messages += is_message
         if self._has_device:
             line = find_user_line()
             self._device_watch.add(work, f"{name}{f' at {line}' if line else ''}")

@@ -53,6 +53,8 @@ class OpenGroups:
         self._lock = threading.Lock()
         self._groups: weakref.WeakSet[HasCalls] = weakref.WeakSet()
         self._error: GroupError | None = None
+        self.num_messages = 0
+        """How often a tensor was sent or received: torch's number of a group's calls leaves these out."""
         self.are_replaced = False
         """Whether a launcher may end their calls, because this worker can continue with others."""
         call_in_children(self._forget)
@@ -67,10 +69,10 @@ class OpenGroups:
             group.end_calls(error)
 
     def num_calls(self) -> int:
-        """Return a number that is another one when this process has made a collective since (local)."""
+        """Return a number that is another one when this process has called a group since (local)."""
         with self._lock:
             groups = list(self._groups)
-        return sum(count_calls(group) for group in groups if isinstance(group, ProcessGroup))
+        return self.num_messages + sum(count_calls(group) for group in groups if isinstance(group, ProcessGroup))
 
     def end_calls(self, error: GroupError) -> None:
         """End the calls of all groups, and of those to come, with `error` (local, any thread)."""

@@ -456,8 +456,13 @@ def _read_weight(weight: Any, where: str) -> float | Tensor:
             f"The loss of {where} has as its weight {_describe(weight)}, expected one number: how much the "
             "slice's mean counts, say its samples or tokens. (LS507)"
         )
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        raise LossError(
+            f"The weight of the loss of {where} depends on parameters, and no gradient would go through it. Weights "
+            "are numbers of the data: return weight.detach(). (LS507)"
+        )
     if isinstance(weight, Tensor) and is_asynchronous(weight.device):
-        return weight.detach().reshape(())
+        return weight.reshape(())
     number = float(weight)
     if number < 0 or not math.isfinite(number):
         raise LossError(f"The loss of {where} has weight {number}, expected zero or more, and finite. (LS507)")

@@ -279,4 +279,12 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         # Each its own: a model that is fine-tuned may have parts in evaluation mode.
         for module, training in modes.items():
+            if changes_with_mode(module):
+                module.train(training)
+        for module, training in modes.items():
             module.training = training
+
+
+def changes_with_mode(module: nn.Module) -> bool:
+    """Whether a module does more than to note its mode, as one that merges weights for evaluations does."""
+    return type(module).train is not nn.Module.train

@@ -115,10 +115,19 @@ def split_samples(data: Any, num_samples: int, first: int) -> tuple[Any, Any] | 
     return cut(data, slice(first)), cut(data, slice(first, None))
 
 
-def check_is_mean(whole: SliceLoss, splits: Sequence[Sequence[SliceLoss]], dtypes: Iterable[torch.dtype]) -> None:
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """Whether a normalization has statistics of the batch in evaluation mode too."""
+    is_batchnorm = isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+    return is_batchnorm and module.running_mean is None
+
+
+def check_is_mean(
+    whole: SliceLoss, splits: Sequence[Sequence[SliceLoss]], dtypes: Iterable[torch.dtype], *, has_total: bool
+) -> None:
     """Raise an error if the loss of a slice is not the mean of those of its parts, but for rounding in `dtypes`.
 
-    Rounding is measured against the largest loss: that of all samples may be a small difference, as a critic's is.
+    `has_total`: the loss was returned as total and weight. Rounding is measured against the largest loss: that of all
+    samples may be a small difference, as a critic's is.
     """
     found = whole.loss.detach().item()
     losses = [[each.loss.detach().item() for each in parts] for parts in splits]
@@ -127,6 +136,9 @@ def check_is_mean(whole: SliceLoss, splits: Sequence[Sequence[SliceLoss]], dtype
     for values, parts in zip(losses, splits, strict=True):
         weights = [float(each.weight) for each in parts]
         mean = sum(map(operator.mul, values, weights)) / (sum(weights) or math.nan)
+        # A number that came with the batch: each part's total was divided by that of the whole slice.
+        if has_total and weights[0] and set(weights) == {float(whole.weight)}:
+            mean = sum(values)
         if abs(found - mean) > precision**_TOLERANCE * largest + precision:  # not where there is no number
             raise _no_mean(found, values, weights, mean)
 

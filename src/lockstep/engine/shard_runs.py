@@ -29,7 +29,7 @@ from lockstep.engine.losses import (
     split_loss,
     zero_over_parameters,
 )
-from lockstep.engine.networks import evaluation_mode, find_networks, networks_walk
+from lockstep.engine.networks import changes_with_mode, evaluation_mode, find_networks, networks_walk
 from lockstep.engine.optimizers import UpdateSpec
 from lockstep.engine.parameters import ParameterHooks
 from lockstep.engine.run_state import RunState
@@ -37,6 +37,7 @@ from lockstep.engine.shard_notices import (
     buffers_of_users,
     check_is_mean,
     split_samples,
+    uses_batch_statistics,
     warn_of_compared_samples,
     warn_of_pair,
     warn_of_row_writes,
@@ -45,13 +46,14 @@ from lockstep.engine.side_effects import LeftState, StateWatch
 from lockstep.engine.step_table import CurrentStep, StepPart
 from lockstep.engine.user_function import EXPLAINED_ERRORS, StepPlace, UserFunction
 from lockstep.errors import GroupError, LossError
+from lockstep.means import Mean
 from lockstep.processes.reproducibility import keep_generator_states, reseed_generators
 from lockstep.recording import NO_EVENT, EventKind, own_recorder
 from lockstep.reduce import ShardReducer, TrainedModel
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.shards import ShardTask, derive_seed
 from lockstep.torch_private.autograd import run_backward
-from lockstep.torch_private.compiler import without_compiled_parts
+from lockstep.torch_private.compiler import without_compiler
 from lockstep.torch_private.modules import tree_leaves, version_of
 
 Loss = Callable[..., Tensor | tuple[Tensor, float | Tensor] | Mapping[str, Any]]
@@ -252,15 +254,18 @@ class ShardRuns:
         """
         model, purpose, num_samples = self.state.model, self._purpose, part.num_samples
         left, kept = LeftState(model, [self._loss.function]), self.state.kept_modules()
-        is_other = False
+        if any(changes_with_mode(each) or uses_batch_statistics(each) for each in kept.modules()):
+            return
+        is_other = has_total = False
         found: list[list[SliceLoss]] = []
 
         def compute(data: Any, num_samples: int) -> SliceLoss:
-            nonlocal is_other
+            nonlocal is_other, has_total
             self.buffers.before.put_back()
             buffers = list(kept.buffers())
             versions = _versions_of(buffers)
             result = self.call_loss(batch, replace(part, data=data), to_device(data, self.state.device))
+            has_total = isinstance(result.get("loss") if isinstance(result, Mapping) else result, Mean)
             now = list(kept.buffers())
             is_other = is_other or list(map(id, now)) != list(map(id, buffers)) or _versions_of(now) != versions
             return split_loss(result, num_samples, "a part of a slice")
@@ -270,7 +275,7 @@ class ShardRuns:
                 self.buffers.of_step_begin(),
                 torch.no_grad(),
                 evaluation_mode(kept),
-                without_compiled_parts(model),
+                without_compiler(),
             ):
                 whole = compute(part.data, num_samples)
                 self._purpose = f"{purpose}, once more"
@@ -293,7 +298,7 @@ class ShardRuns:
         dtypes = {self.state.precision or self.trained.trained[0].parameter.dtype}
         dtypes |= {each.dtype for each in model.parameters()}
         if found and not is_other:
-            check_is_mean(whole, found, dtypes)
+            check_is_mean(whole, found, dtypes, has_total=has_total)
 
     def compute(self, batch: ShardedBatch, part: Slice) -> Tensor:
         """Run forward and backward of one slice by itself; return its loss, without a graph (local)."""

@@ -84,9 +84,9 @@ def has_compiled_part(module: nn.Module) -> bool:
     return any(each._compiled_call_impl is not None or is_compiled_module(each) for each in module.modules())
 
 
-def without_compiled_parts(module: nn.Module) -> AbstractContextManager[object]:
-    """Let compiled parts run uncompiled in this context: for other shapes they would be compiled anew."""
-    return torch.compiler.set_stance("force_eager") if has_compiled_part(module) else nullcontext()
+def without_compiler() -> AbstractContextManager[object]:
+    """Let compiled functions run uncompiled in this context: for other shapes they would be compiled anew."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def is_compiler_error(error: BaseException) -> bool:

@@ -255,6 +255,35 @@ def test_samples_are_split_wherever_they_are() -> None:
     assert split_samples((rows, torch.ones(3)), 4, 1) is None  # a part of which samples?
 
 
+class Merging(nn.Linear):
+    """Adds to its weight for evaluations, as merged low-rank updates do."""
+
+    def train(self, mode: bool = True) -> "Merging":
+        with torch.no_grad():
+            self.weight += (self.training - mode) * 1.0
+        super().train(mode)
+        return self
+
+
+def test_models_that_cannot_be_compared_in_evaluation_mode_are_trained() -> None:
+    take_steps(Merging(WIDTH, WIDTH), MEANS["mean"])
+    normed = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, track_running_stats=False))
+    take_steps(normed, MEANS["mean"])
+
+
+def test_a_count_that_came_with_the_batch_is_that_of_all_parts() -> None:
+    take_steps(encoder(), lambda net, batch: Mean(cross_entropy(net(batch[0]), batch[1], reduction="sum"), ROWS))
+
+
+def test_a_weight_with_a_gradient_is_refused() -> None:
+    def loss(net: nn.Module, batch: Any) -> Mean:
+        weight = net(batch[0])[:, 0].exp()
+        return Mean((weight * cross_entropy(net(batch[0]), batch[1], reduction="none")).sum(), weight.sum())
+
+    with pytest.raises(LossError, match=r"depends on parameters.*weight.detach\(\)"):
+        take_steps(encoder(), loss)
+
+
 def test_a_pair_is_told_once_and_a_sum_in_it_refused() -> None:
     """A metric returns a sum and a count, and given as a loss it made the gradient as large as the slice."""
     with pytest.warns(DeprecationWarning, match=r"Return ls\.Mean\(total, weight\).*LS507") as warned:
