@@ -5,17 +5,25 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from lockstep.doctor.scripts.findings import Level, ScriptFinding, finding
 from lockstep.doctor.scripts.source import (
     WRAPPERS,
-    Level,
-    ScriptFinding,
     ScriptSource,
+    argument,
+    given_for,
     has_backward,
+    has_group,
     has_unknown_arguments,
+    is_collective,
     keyword,
     last_name,
+    names_of,
+    owner,
+    trained_names,
     with_keyword,
+    wrapped_names,
 )
+from lockstep.doctor.scripts.training import TRAINING_RULES
 
 _WORDS = ("DistributedDataParallel", "init_process_group", "DistributedSampler", "destroy_process_group")
 _PREPARING: Final = ("prepare", "setup_dataloaders", "setup", "prepare_data_loader", "skip_first_batches")
@@ -23,38 +31,7 @@ _PREPARING: Final = ("prepare", "setup_dataloaders", "setup", "prepare_data_load
 _ONE_BY_ONE: Final = re.compile(r"iter|stream|webdataset|shard", re.IGNORECASE)
 _LOADER_SAMPLER, _LOADER_BATCH_SAMPLER, _LOADER_SHUFFLE, _LOADER_BATCH_SIZE = 3, 4, 2, 1
 """Where these arguments of a DataLoader stand if they have no names."""
-_COLLECTIVES: Final = {
-    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
-    *("barrier", "monitored_barrier", "broadcast", "broadcast_object_list", "gather", "gather_object"),
-    *("gather_into_tensor", "gather_single", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
-    *("scatter", "scatter_object_list"),
-}
 _SAVING: Final = {"save_pretrained", "save_model", "save_file"}
-_AUGMENTING: Final = re.compile(r"transforms(\.v2)?\.(Random\w+|ColorJitter|AutoAugment|TrivialAugment\w*|AugMix)")
-_SEEDING: Final = {"manual_seed", "manual_seed_all", "seed_everything", "set_seed", "seed_all"}
-_MISTAKES: Final = {
-    "batch-size": "A DataLoader's batch size is that of one rank, and {} says that it is that of all.",
-    "collective-on-some-ranks": (
-        "Only some ranks call {} here: they wait for ever, or take the others' next call for it."
-    ),
-    "device-ids": "{}",
-    "map-location": "Tensors that were saved from a GPU are loaded onto the same GPU, by every rank.",
-    "module-in-names": 'The saved names begin with "module.": a model that is not wrapped does not load them.',
-    "no-sampler": (
-        "Every rank reads all samples: an epoch is not divided over the ranks, and takes as long as with one."
-    ),
-    "one-device": "Every rank uses device {}.",
-    "saved-by-all": "Every rank writes this file: they write over each other, and a reader may find half of one.",
-    "set-epoch": "set_epoch is never called: the samples come in the same order in every epoch.",
-    "step-left-out": "A rank whose loss is not finite leaves the backward out, for which the others wait.",
-}
-_NOTES: Final = {
-    "fixed-port": "A second job on this host takes the same port, and one of them ends with an error.",
-    "loss-of-one-rank": "This is the loss of one rank's samples, not the mean over all ranks.",
-    "one-seed": "All ranks draw the same random numbers, so their samples are augmented alike.",
-    "padded-evaluation": "Where the samples do not divide by the ranks, some are counted twice in this evaluation.",
-    "printed-by-all": "Every rank prints this line.",
-}
 
 
 def check_source(text: str) -> list[ScriptFinding] | None:
@@ -63,9 +40,9 @@ def check_source(text: str) -> list[ScriptFinding] | None:
     if not _is_parallel(source):
         return None
     rules = (
-        *(_check_loaders, _check_set_epoch, _check_evaluation),
+        *(_check_loaders, _check_evaluation, *TRAINING_RULES),
         *(_check_collectives, _check_skipped_steps, _check_saving, _check_printing, _check_names_in_checkpoints),
-        *(_check_seeds, _check_devices, _check_port),
+        *(_check_devices, _check_port),
     )
     found = [each for rule in rules for each in rule(source)]
     return sorted(found, key=lambda each: (each.line, each.rule))
@@ -78,38 +55,24 @@ def _is_parallel(source: ScriptSource) -> bool:
     return bool({*names, *imported, *attributes} & set(_WORDS))
 
 
-def finding(
-    rule: str, node: ast.expr | ast.stmt, mended: str, *, naming: str = "", level: Level | None = None
-) -> ScriptFinding:
-    """Return what a rule has found at a node; `naming` is what its text names, `level` replaces the rule's own."""
-    text = {**_MISTAKES, **_NOTES}[rule].format(naming)
-    usual = Level.MISTAKE if rule in _MISTAKES else Level.NOTE
-    return ScriptFinding(rule=rule, level=level or usual, line=node.lineno, text=text, mended=mended)
-
-
 # -- Samplers, epochs, batch sizes, evaluation -------------------------------------------------------------------------
 
 
 def _check_loaders(source: ScriptSource) -> Iterator[ScriptFinding]:
-    trained = _trained_names(source)
+    trained = trained_names(source)
     for call in source.calls:
         if source.is_call_of(call, "DataLoader") and not has_unknown_arguments(call):
             yield from _check_sampler(source, call, trained)
             yield from _check_batch_size(source, call)
 
 
-def _argument(call: ast.Call, name: str, place: int) -> ast.expr | None:
-    found = keyword(call, name)
-    return call.args[place] if found is None and len(call.args) > place else found
-
-
 def _check_sampler(source: ScriptSource, call: ast.Call, trained: set[str]) -> Iterator[ScriptFinding]:
-    sampler = _argument(call, "sampler", _LOADER_SAMPLER)
-    if _argument(call, "batch_sampler", _LOADER_BATCH_SAMPLER) is not None or _is_prepared(source, call):
+    sampler = argument(call, "sampler", _LOADER_SAMPLER)
+    if argument(call, "batch_sampler", _LOADER_BATCH_SAMPLER) is not None or _is_prepared(source, call):
         return
-    shuffle = _argument(call, "shuffle", _LOADER_SHUFFLE)
+    shuffle = argument(call, "shuffle", _LOADER_SHUFFLE)
     shuffles = isinstance(shuffle, ast.Constant) and shuffle.value is True
-    names = _names_of(source, call)
+    names = names_of(source, call)
     dataset = call.args[0] if call.args else keyword(call, "dataset")
     if dataset is None or _differs_between_ranks(source, dataset):
         return
@@ -127,31 +90,9 @@ def _check_sampler(source: ScriptSource, call: ast.Call, trained: set[str]) -> I
     yield finding("no-sampler", call, with_keyword(call, sampler=distributed, shuffle=""))
 
 
-def _names_of(source: ScriptSource, call: ast.Call) -> set[str]:
-    """Return the names to which a call's result is assigned."""
-    for each in source.ancestors(call):
-        if isinstance(each, ast.Assign):
-            return {last_name(target) for target in each.targets} - {""}
-        if isinstance(each, ast.For) and each.iter is call:
-            return {f"loop {each.lineno}"}
-        if isinstance(each, ast.stmt):
-            break
-    return set()
-
-
-def _trained_names(source: ScriptSource) -> set[str]:
-    """Return the names of what is looped over in loops with a backward, and of loops over a call."""
-    found: set[str] = set()
-    for loop in ast.walk(source.tree):
-        if isinstance(loop, ast.For) and has_backward(loop):
-            found.add(f"loop {loop.lineno}")
-            found.update(last_name(each) for each in ast.walk(loop.iter) if isinstance(each, ast.Name | ast.Attribute))
-    return found - {""}
-
-
 def _is_prepared(source: ScriptSource, call: ast.Call) -> bool:
     """Return whether another library gives loaders their samplers."""
-    names = _names_of(source, call)
+    names = names_of(source, call)
     for other in source.calls:
         if last_name(other.func) in _PREPARING:
             inside = {last_name(each) for each in ast.walk(other) if isinstance(each, ast.Name | ast.Attribute)}
@@ -175,7 +116,7 @@ def _differs_between_ranks(source: ScriptSource, dataset: ast.expr) -> bool:
 
 
 def _check_batch_size(source: ScriptSource, call: ast.Call) -> Iterator[ScriptFinding]:
-    size = _argument(call, "batch_size", _LOADER_BATCH_SIZE)
+    size = argument(call, "batch_size", _LOADER_BATCH_SIZE)
     if size is None or not isinstance(size, ast.Name | ast.Attribute):
         return
     name = last_name(size)
@@ -185,52 +126,13 @@ def _check_batch_size(source: ScriptSource, call: ast.Call) -> Iterator[ScriptFi
         yield finding("batch-size", size, mended, naming=name)
 
 
-def _check_set_epoch(source: ScriptSource) -> Iterator[ScriptFinding]:
-    if any(last_name(call.func) == "set_epoch" for call in source.calls):
-        return
-    loop = _epoch_loop(source)
-    shuffling = [
-        call
-        for call in source.calls
-        if source.is_call_of(call, "DistributedSampler")
-        and not (isinstance(value := keyword(call, "shuffle"), ast.Constant) and value.value is False)
-        and not has_unknown_arguments(call)
-        and not _is_passed_on(source, call)
-    ]
-    if loop is None or not shuffling:
-        return
-    name = next(iter(_names_of(source, shuffling[0])), "loader.sampler")
-    yield finding("set-epoch", loop, f"{name}.set_epoch({ast.unparse(loop.target)})  # first in the loop over epochs")
-
-
-def _is_passed_on(source: ScriptSource, sampler: ast.Call) -> bool:
-    """Return whether a sampler is given to a function of another file, which may call set_epoch."""
-    names = _names_of(source, sampler)
-    defined = {node.name for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    for call in source.calls:
-        given = [*call.args, *(each.value for each in call.keywords)]
-        is_elsewhere = last_name(call.func) not in {*defined, "DataLoader", "len", "print"}
-        if is_elsewhere and any(last_name(each) in names for each in given):
-            return True
-    return False
-
-
-def _epoch_loop(source: ScriptSource) -> ast.For | None:
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.For) and isinstance(node.target, ast.Name):
-            counted = ast.unparse(node.iter)
-            if counted != "range(1)" and re.search(r"epoch", node.target.id + counted, re.IGNORECASE):
-                return node
-    return None
-
-
 def _check_evaluation(source: ScriptSource) -> Iterator[ScriptFinding]:
-    evaluated = _evaluated_names(source) - _trained_names(source)
+    evaluated = _evaluated_names(source) - trained_names(source)
     for call in source.calls:
         if not source.is_call_of(call, "DataLoader"):
             continue
-        sampler = _argument(call, "sampler", _LOADER_SAMPLER)
-        if sampler is None or not _names_of(source, call) & evaluated:
+        sampler = argument(call, "sampler", _LOADER_SAMPLER)
+        if sampler is None or not names_of(source, call) & evaluated:
             continue
         for value in source.values_of(sampler):
             if isinstance(value, ast.Call) and source.is_call_of(value, "DistributedSampler"):
@@ -255,37 +157,16 @@ def _evaluated_names(source: ScriptSource) -> set[str]:
         if re.search(r"no_grad|inference_mode", withs + decorated):
             for each in ast.walk(loop.iter):
                 if isinstance(each, ast.Name | ast.Attribute):
-                    found |= _given_for(source, function, last_name(each))
+                    found |= given_for(source, function, last_name(each))
     return found - {""}
-
-
-def _given_for(source: ScriptSource, function: ast.AST | None, name: str) -> set[str]:
-    """Return the names that calls in this file give for a parameter of a function; the name itself if it is none."""
-    if not isinstance(function, ast.FunctionDef):
-        return {name}
-    parameters = [each.arg for each in function.args.args]
-    if name not in parameters:
-        return {name}
-    place = parameters.index(name)
-    calls = [call for call in source.calls if isinstance(call.func, ast.Name) and call.func.id == function.name]
-    given = [_argument(call, name, place) for call in calls]
-    return {last_name(each) for each in given if isinstance(each, ast.Name | ast.Attribute)} or {name}
 
 
 # -- What one rank does and the others do not, and what all do and one should ------------------------------------------
 
 
-def _is_collective(source: ScriptSource, call: ast.Call) -> bool:
-    name = source.full_name(call.func)
-    owner, _, last = name.rpartition(".")
-    return last in _COLLECTIVES and (owner.endswith("distributed") or owner in {"dist", "c10d"})
-
-
 def _check_collectives(source: ScriptSource) -> Iterator[ScriptFinding]:
     alone = [
-        call
-        for call in source.calls
-        if _is_collective(source, call) and not _has_group(call) and _is_alone(source, call)
+        call for call in source.calls if is_collective(source, call) and not has_group(call) and _is_alone(source, call)
     ]
     barriers = [call for call in alone if last_name(call.func) == "barrier"]
     if len(barriers) == 2:  # noqa: PLR2004 - one for rank 0 and one for the others, around what rank 0 does first
@@ -293,11 +174,6 @@ def _check_collectives(source: ScriptSource) -> Iterator[ScriptFinding]:
     for call in alone:
         mended = f"{source.line(call)}  # outside of the condition, on every rank"
         yield finding("collective-on-some-ranks", call, mended, naming=last_name(call.func))
-
-
-def _has_group(call: ast.Call) -> bool:
-    """Return whether a call is one of a group of its own, whose ranks are not known here."""
-    return keyword(call, "group") is not None or any("group" in ast.unparse(each) for each in call.args)
 
 
 def _is_alone(source: ScriptSource, call: ast.Call) -> bool:
@@ -318,7 +194,7 @@ def _check_skipped_steps(source: ScriptSource) -> Iterator[ScriptFinding]:
             continue
         calls = [each for each in ast.walk(loop) if isinstance(each, ast.Call)]
         backward = [call.lineno for call in calls if last_name(call.func) == "backward"]
-        if not backward or any(_is_collective(source, call) for call in calls):
+        if not backward or any(is_collective(source, call) for call in calls):
             continue
         for condition in ast.walk(loop):
             if (
@@ -371,64 +247,40 @@ def _check_printing(source: ScriptSource) -> Iterator[ScriptFinding]:
 
 
 def _prints_own_loss(source: ScriptSource, call: ast.Call) -> bool:
-    reduces = any(_is_collective(source, each) and last_name(each.func) != "barrier" for each in source.calls)
+    reduces = any(is_collective(source, each) and last_name(each.func) != "barrier" for each in source.calls)
     return not reduces and re.search(r"\bloss\b.*item\(\)|\bloss\b", ast.unparse(call)) is not None
 
 
 def _check_names_in_checkpoints(source: ScriptSource) -> Iterator[ScriptFinding]:
-    wrapped = _wrapped_names(source)
+    wrapped = wrapped_names(source)
     saved = [
         each
         for call in source.calls
         if source.full_name(call.func) == "torch.save" and call.args
         for each in ast.walk(call.args[0])
-        if isinstance(each, ast.Call) and last_name(each.func) == "state_dict" and _owner(each) in wrapped
+        if isinstance(each, ast.Call) and last_name(each.func) == "state_dict" and owner(each) in wrapped
     ]
     models = [
         call
         for call in source.calls
         if last_name(call.func) == "load_state_dict"
-        and not re.search(r"optim|sched|scaler|ema", _owner(call), re.IGNORECASE)
+        and not re.search(r"optim|sched|scaler|ema", owner(call), re.IGNORECASE)
     ]
     plain = [call for call in models if not _is_wrapped(source, call, wrapped)]
     for call in saved:
         if models and not plain:
             continue  # into a wrapped model again
-        name = _owner(call)
+        name = owner(call)
         mended = ast.unparse(call).replace(f"{name}.state_dict", f"{name}.module.state_dict")
         yield finding("module-in-names", call, mended, level=None if plain else Level.NOTE)
-
-
-def _owner(call: ast.Call) -> str:
-    return last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-
-
-def _wrapped_names(source: ScriptSource) -> dict[str, list[ast.expr]]:
-    """Return the names to which a wrapper was assigned, with the calls that made it."""
-    made = {
-        name: [value for value in values if source.is_call_of(value, *WRAPPERS)]
-        for name, values in source.assigned.items()
-    }
-    return {name: calls for name, calls in made.items() if calls}
 
 
 def _is_wrapped(source: ScriptSource, call: ast.Call, wrapped: Mapping[str, Sequence[ast.expr]]) -> bool:
     """Return whether a method is called on a wrapper: one that was made before, or in another function."""
     return any(
         made.lineno < call.lineno or source.function_of(made) is not source.function_of(call)
-        for made in wrapped.get(_owner(call), ())
+        for made in wrapped.get(owner(call), ())
     )
-
-
-def _check_seeds(source: ScriptSource) -> Iterator[ScriptFinding]:
-    seeds = [call for call in source.calls if last_name(call.func) in _SEEDING and call.args]
-    if not seeds or any(source.mentions_rank(call) for call in seeds):
-        return
-    names = " ".join(source.full_name(call.func) for call in source.calls)
-    if _AUGMENTING.search(names):
-        call = seeds[-1]
-        mended = f"{ast.unparse(call.func)}({ast.unparse(call.args[0])} + rank)  # after the model is made"
-        yield finding("one-seed", call, mended)
 
 
 # -- Devices, ports, and where loaded tensors go -----------------------------------------------------------------------

@@ -3,8 +3,6 @@
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from typing import Final, final
 
@@ -16,24 +14,13 @@ _RANK_CALLS: Final = re.compile(
     r"rank|is_main|is_master|is_chief|process_zero|process_index|on_main|on_master|global_zero", re.IGNORECASE
 )
 WRAPPERS: Final = ("DistributedDataParallel", "DDP")
+_COLLECTIVES: Final = {
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
+    *("barrier", "monitored_barrier", "broadcast", "broadcast_object_list", "gather", "gather_object"),
+    *("gather_into_tensor", "gather_single", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+    *("scatter", "scatter_object_list"),
+}
 _RANK_VARIABLES: Final = {"RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"}
-
-
-class Level(Enum):
-    MISTAKE = "mistake"
-    """It trains something else than meant, fails, or waits for ever."""
-    NOTE = "note"
-    """It works, and is seldom meant."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptFinding:
-    rule: str
-    level: Level
-    line: int
-    text: str
-    mended: str
-    """The line as it should be, or the line to add."""
 
 
 @final
@@ -208,6 +195,70 @@ def with_keyword(call: ast.Call, **values: str) -> str:
     parts += [ast.unparse(each.value) if each.arg is None else f"{each.arg}={ast.unparse(each.value)}" for each in kept]
     parts += [f"{name}={value}" for name, value in values.items() if value]
     return f"{ast.unparse(call.func)}({', '.join(parts)})"
+
+
+def argument(call: ast.Call, name: str, place: int) -> ast.expr | None:
+    found = keyword(call, name)
+    return call.args[place] if found is None and len(call.args) > place else found
+
+
+def names_of(source: ScriptSource, call: ast.Call) -> set[str]:
+    """Return the names to which a call's result is assigned."""
+    for each in source.ancestors(call):
+        if isinstance(each, ast.Assign):
+            return {last_name(target) for target in each.targets} - {""}
+        if isinstance(each, ast.For) and each.iter is call:
+            return {f"loop {each.lineno}"}
+        if isinstance(each, ast.stmt):
+            break
+    return set()
+
+
+def trained_names(source: ScriptSource) -> set[str]:
+    """Return the names of what is looped over in loops with a backward, and of loops over a call."""
+    found: set[str] = set()
+    for loop in ast.walk(source.tree):
+        if isinstance(loop, ast.For) and has_backward(loop):
+            found.add(f"loop {loop.lineno}")
+            found.update(last_name(each) for each in ast.walk(loop.iter) if isinstance(each, ast.Name | ast.Attribute))
+    return found - {""}
+
+
+def given_for(source: ScriptSource, function: ast.AST | None, name: str) -> set[str]:
+    """Return the names that calls in this file give for a parameter of a function; the name itself if it is none."""
+    if not isinstance(function, ast.FunctionDef):
+        return {name}
+    parameters = [each.arg for each in function.args.args]
+    if name not in parameters:
+        return {name}
+    place = parameters.index(name)
+    calls = [call for call in source.calls if isinstance(call.func, ast.Name) and call.func.id == function.name]
+    given = [argument(call, name, place) for call in calls]
+    return {last_name(each) for each in given if isinstance(each, ast.Name | ast.Attribute)} or {name}
+
+
+def is_collective(source: ScriptSource, call: ast.Call) -> bool:
+    name = source.full_name(call.func)
+    owner, _, last = name.rpartition(".")
+    return last in _COLLECTIVES and (owner.endswith("distributed") or owner in {"dist", "c10d"})
+
+
+def has_group(call: ast.Call) -> bool:
+    """Return whether a call is one of a group of its own, whose ranks are not known here."""
+    return keyword(call, "group") is not None or any("group" in ast.unparse(each) for each in call.args)
+
+
+def owner(call: ast.Call) -> str:
+    return last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+
+
+def wrapped_names(source: ScriptSource) -> dict[str, list[ast.expr]]:
+    """Return the names to which a wrapper was assigned, with the calls that made it."""
+    made = {
+        name: [value for value in values if source.is_call_of(value, *WRAPPERS)]
+        for name, values in source.assigned.items()
+    }
+    return {name: calls for name, calls in made.items() if calls}
 
 
 def _note(found: dict[str, list[ast.expr]], target: ast.expr, value: ast.expr | None) -> None:

@@ -1,0 +1,57 @@
+"""What rules report, and in which words."""
+
+import ast
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+
+class Level(Enum):
+    MISTAKE = "mistake"
+    """It trains something else than meant, fails, or waits for ever."""
+    NOTE = "note"
+    """It works, and is seldom meant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptFinding:
+    rule: str
+    level: Level
+    line: int
+    text: str
+    mended: str
+    """The line as it should be, or the line to add."""
+
+
+_MISTAKES: Final = {
+    "batch-size": "A DataLoader's batch size is that of one rank, and {} says that it is that of all.",
+    "collective-on-some-ranks": (
+        "Only some ranks call {} here: they wait for ever, or take the others' next call for it."
+    ),
+    "device-ids": "{}",
+    "map-location": "Tensors that were saved from a GPU are loaded onto the same GPU, by every rank.",
+    "module-in-names": 'The saved names begin with "module.": a model that is not wrapped does not load them.',
+    "no-sampler": (
+        "Every rank reads all samples: an epoch is not divided over the ranks, and takes as long as with one."
+    ),
+    "one-device": "Every rank uses device {}.",
+    "saved-by-all": "Every rank writes this file: they write over each other, and a reader may find half of one.",
+    "set-epoch": "set_epoch is never called: the samples come in the same order in every epoch.",
+    "step-left-out": "A rank whose loss is not finite leaves the backward out, for which the others wait.",
+}
+_NOTES: Final = {
+    "fixed-port": "A second job on this host takes the same port, and one of them ends with an error.",
+    "loss-of-one-rank": "This is the loss of one rank's samples, not the mean over all ranks.",
+    "one-seed": "All ranks draw the same random numbers, so their samples are augmented alike.",
+    "padded-evaluation": "Where the samples do not divide by the ranks, some are counted twice in this evaluation.",
+    "printed-by-all": "Every rank prints this line.",
+}
+
+
+def finding(
+    rule: str, node: ast.expr | ast.stmt, mended: str, *, naming: str = "", level: Level | None = None
+) -> ScriptFinding:
+    """Return what a rule has found at a node; `naming` is what its text names, `level` replaces the rule's own."""
+    text = {**_MISTAKES, **_NOTES}[rule].format(naming)
+    usual = Level.MISTAKE if rule in _MISTAKES else Level.NOTE
+    return ScriptFinding(rule=rule, level=level or usual, line=node.lineno, text=text, mended=mended)
