@@ -4,10 +4,9 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,8 +56,17 @@ _DRY_STEPS = 2
 """Steps of a dry run, and batches of each of its evaluations."""
 _IGNORED = -100
 """The class number of a target that does not count, where the loss does not say it: torch's default."""
-_PAIRWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
-_PAIRWISE_FUNCTIONS = (functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss)
+_PAIRWISE: Mapping[Callable[..., Any], type[nn.Module]] = {
+    functional.mse_loss: nn.MSELoss,
+    functional.l1_loss: nn.L1Loss,
+    functional.smooth_l1_loss: nn.SmoothL1Loss,
+    functional.huber_loss: nn.HuberLoss,
+    functional.kl_div: nn.KLDivLoss,
+    functional.poisson_nll_loss: nn.PoissonNLLLoss,
+    functional.hinge_embedding_loss: nn.HingeEmbeddingLoss,
+    functional.soft_margin_loss: nn.SoftMarginLoss,
+}
+"""Losses of each number of an output and the one of the target in its place, as a function, and as a module."""
 
 Criterion = Callable[[Any, Any], Any]
 """A loss as a config names it: called with (output, target), returns what a trainer's loss does."""
@@ -440,11 +448,8 @@ def build_criterion(config: Config, device: torch.device) -> Criterion:
         loss, arguments = loss.func, {**loss.keywords, **arguments}
     if not callable(loss):
         raise ConfigError(f"loss is {config.loss!r}, a {type(loss).__name__}, expected a function or a class. (LS806)")
-    if not inspect.isclass(loss) and not can_be_called(loss, None, None, **arguments):
-        raise ConfigError(
-            f"loss is {config.loss!r}, which cannot be called with (output, target) and loss_args {arguments}: "
-            f"its parameters are {inspect.signature(loss)}. (LS806)"
-        )
+    if not inspect.isclass(loss):
+        _check_parameters(config, loss, arguments)
     # As a module it says what it divides by.
     kind = next((module for function, module in WEIGHTED_BY_TARGET.items() if loss is function), loss)
     arguments = _with_tensors(kind, arguments, device)
@@ -454,31 +459,75 @@ def build_criterion(config: Config, device: torch.device) -> Criterion:
         criterion = partial(kind, **arguments) if arguments else kind
     if isinstance(criterion, nn.Module):
         criterion.to(device)
-    _check_is_mean(config, criterion)
+        _check_parameters(config, criterion.forward, {})
+    is_of_torch = str(getattr(kind, "__module__", "")).startswith("torch.")
+    _check_is_mean(config, criterion, is_of_torch=is_of_torch)
     if is_weighted_by_target(criterion) and not has_own_forward(criterion):
-        return partial(_weighted_by_target, criterion)
-    is_pairwise = isinstance(criterion, _PAIRWISE) or loss in _PAIRWISE_FUNCTIONS
-    return _with_shapes_compared(criterion) if is_pairwise else criterion
+        return partial(_weighted_by_target, config.loss, criterion)
+    compared = partial(_explained, config.loss, criterion) if is_of_torch else criterion
+    is_pairwise = loss in _PAIRWISE or isinstance(criterion, tuple(_PAIRWISE.values()))
+    return _with_shapes_compared(compared) if is_pairwise else compared
+
+
+def _check_parameters(config: Config, function: Any, arguments: Mapping[str, Any]) -> None:
+    if not can_be_called(function, None, None, **arguments):
+        raise ConfigError(
+            f"loss is {config.loss!r}, which cannot be called with (output, target)"
+            f"{f' and loss_args {arguments}' if arguments else ''}: its parameters are {inspect.signature(function)}. "
+            "A function of your own can take apart what the model and the data yield. (LS806)"
+        )
+
+
+def _explained(name: str, criterion: Criterion, output: Any, target: Any) -> Any:
+    """Call a loss of torch, whose errors name neither the loss nor what it was called with."""
+    try:
+        return criterion(output, target)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        given = [
+            f"{list(each.shape)} ({each.dtype})" if isinstance(each, Tensor) else f"a {type(each).__name__}"
+            for each in (output, target)
+        ]
+        raise ConfigError(
+            f"The loss {name} cannot be computed of the model's output, {given[0]}, and a target, {given[1]}: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}. Change loss, loss_args, the model or the data. "
+            "(LS806)"
+        ) from error
 
 
 def _with_tensors(loss: Any, arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return arguments with a tensor for each list of numbers where the loss takes tensors, as class weights are."""
-    try:
-        parameters = inspect.signature(loss).parameters
-    except (TypeError, ValueError):  # native code
-        parameters = MappingProxyType({})
+    parameters: dict[str, inspect.Parameter] = {}
+    # A class that hands its keywords on has the parameters of those above it.
+    for each in reversed(loss.__mro__) if inspect.isclass(loss) else (loss,):
+        with suppress(TypeError, ValueError):  # native code
+            parameters.update(inspect.signature(each).parameters)
     found = dict(arguments)
     for name, value in arguments.items():
-        takes_tensor = name in parameters and "Tensor" in str(parameters[name].annotation)
-        if takes_tensor and isinstance(value, list | int | float) and not isinstance(value, bool):
+        kinds = str(parameters[name].annotation) if name in parameters else ""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and "float" not in kinds
+        if "Tensor" in kinds and (is_number or isinstance(value, list)):
             with _refused(f"loss_args has {name}: {value!r}, expected numbers", "(LS806)"):
                 found[name] = torch.tensor(value, dtype=torch.get_default_dtype(), device=device)
     return found
 
 
-def _check_is_mean(config: Config, criterion: Any) -> None:
+def _check_is_mean(config: Config, criterion: Any, *, is_of_torch: bool) -> None:
     keywords: Mapping[str, Any] = criterion.keywords if isinstance(criterion, partial) else {}
     reduction = keywords.get("reduction", getattr(criterion, "reduction", "mean"))
+    if is_of_torch and (reduction == "none" or keywords.get("reduce") is False):
+        raise ConfigError(
+            f"loss is {config.loss!r} with a loss for each sample, expected one number, their mean. Write reduction: "
+            "mean in loss_args. (LS806)"
+        )
+    if isinstance(criterion, nn.Module):
+        trained = [name for name, each in criterion.named_parameters() if each.requires_grad]
+        if trained:
+            raise ConfigError(
+                f"loss is {config.loss!r}, which has parameters of its own ({', '.join(trained)}), and a run trains "
+                "those of the model alone. Let the model have them and return what the loss needs. (LS806)"
+            )
     if reduction == "sum" or keywords.get("size_average") is False:
         raise ConfigError(
             f"loss is {config.loss!r}, which adds up the losses of samples, and a run trains their mean: it is the "
@@ -487,9 +536,9 @@ def _check_is_mean(config: Config, criterion: Any) -> None:
         )
 
 
-def _weighted_by_target(criterion: Any, output: Any, target: Any) -> Any:
+def _weighted_by_target(name: str, criterion: Any, output: Any, target: Any) -> Any:
     """Return the mean loss with what it was divided by. [Note: means of parts] in `lockstep.means`."""
-    loss = criterion(output, target)
+    loss = _explained(name, criterion, output, target)
     if not has_class_numbers(target):
         return loss
     return SliceLoss(loss=loss, weight=divisor_of(criterion, target), values={})
@@ -565,7 +614,7 @@ def _named_counter(key: str, metric: Any) -> dict[str, Counter]:
 def _as_metric(criterion: Criterion, counters: dict[str, Counter], *, has_accuracy: bool) -> Metric:
     ignored: int = _IGNORED
     if isinstance(criterion, partial) and criterion.func is _weighted_by_target:
-        ignored = criterion.args[0].ignore_index
+        ignored = criterion.args[1].ignore_index
 
     def evaluate(model: nn.Module, batch: Any) -> MetricValues:
         inputs, target = input_and_target(batch)

@@ -108,7 +108,14 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "hinge": ("torch.nn:HingeEmbeddingLoss", {}, "signs", {}),
     "multi label": ("torch.nn:MultiLabelSoftMarginLoss", {"weight": CLASS_WEIGHTS}, "bits", {}),
     "multi margin": ("torch.nn:MultiMarginLoss", {"weight": CLASS_WEIGHTS}, "classes", {}),
+    "gaussian": ("torch.nn.functional:gaussian_nll_loss", {"var": 1.5}, "numbers", {}),
 }
+
+
+class HandsOn(nn.CrossEntropyLoss):
+    def __init__(self, gamma: float = 2.0, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.gamma = gamma
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
@@ -141,6 +148,50 @@ def test_the_gradient_is_that_of_the_whole_batch(name: str, num_shards: int) -> 
 def test_a_sum_is_refused(loss: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"adds up the losses of samples.*reduction: mean.*24"):
         make_criterion(loss, arguments)
+
+
+@pytest.mark.parametrize(
+    ("loss", "arguments", "message"),
+    [
+        ("torch.nn:LinearCrossEntropyLoss", {"in_features": 4, "num_classes": 9}, r"parameters of its own \(linear"),
+        ("torch.nn:MSELoss", {"reduction": "none"}, r"a loss for each sample.*reduction: mean"),
+        ("torch.nn.functional:cross_entropy", {"reduce": False}, r"a loss for each sample.*reduction: mean"),
+        ("torch.nn:CTCLoss", {}, r"cannot be called with \(output, target\).*input_lengths"),
+        ("torch.nn.functional:triplet_margin_loss", {}, r"cannot be called with \(output, target\).*negative"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:size_average")
+def test_what_is_no_loss_of_output_and_target_is_refused(loss: str, arguments: dict[str, Any], message: str) -> None:
+    if not hasattr(nn, loss.partition(":")[2]) and loss.startswith("torch.nn:"):
+        pytest.skip("this torch has no such loss")
+    with pytest.raises(ConfigError, match=message):
+        make_criterion(loss, arguments)
+
+
+@pytest.mark.parametrize(
+    ("loss", "arguments", "kind", "outputs", "message"),
+    [
+        ("torch.nn:CrossEntropyLoss", {"weight": [1.0, 2.0]}, "classes", 4, r"\[24, 4\].*all 4 classes"),
+        ("torch.nn:BCEWithLogitsLoss", {"pos_weight": [1.0, 2.0]}, "bits", 4, r"\[24, 4\].*must match"),
+        ("torch.nn:CrossEntropyLoss", {}, "classes", 2, r"\[24, 2\].*out of bounds"),
+        ("torch.nn:PoissonNLLLoss", {}, "column", 1, r"\[24, 1\].*\[24\].*several targets"),
+        ("torch.nn.functional:hinge_embedding_loss", {}, "column", 1, r"\[24, 1\].*\[24\].*several targets"),
+        ("torch.nn.functional:kl_div", {}, "column", 1, r"\[24, 1\].*\[24\].*several targets"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+def test_a_loss_that_cannot_be_computed_is_told_with_shapes(
+    loss: str, arguments: dict[str, Any], kind: str, outputs: int, message: str
+) -> None:
+    target = targets("classes").double() if kind == "column" else targets(kind)
+    with pytest.raises(ConfigError, match=message):
+        make_criterion(loss, arguments)(Net(outputs)(torch.randn(NUM_SAMPLES, 3)), target)
+
+
+def test_class_weights_are_a_list_too_where_a_class_hands_its_keywords_on() -> None:
+    output, target = torch.randn(NUM_SAMPLES, NUM_CLASSES), targets("classes")
+    found = make_criterion(f"{__name__}:HandsOn", {"weight": CLASS_WEIGHTS, "gamma": 1.0})(output, target)
+    assert found.loss == functional.cross_entropy(output, target, torch.tensor(CLASS_WEIGHTS))
 
 
 def test_an_evaluation_counts_what_the_loss_counts() -> None:
