@@ -444,16 +444,13 @@ def _show_result(result: FitResult, run_dir: Path) -> None:
         typer.echo(f"training ended: {result.end_reason}")
     if result.finish is not None:
         typer.echo(f"\n{result.finish}\n")
-    if result.num_right is not None:
-        right, counted = int(result.num_right), int(result.num_test_samples)
-        typer.echo(f"test accuracy {result.test['accuracy']:.2%} ({right:,} of {counted:,}, each counted once)")
-    elif "loss" in result.test:
-        typer.echo(f"test loss {result.test['loss']:.4f}")
-    shown = "accuracy" if result.num_right is not None else "loss"
-    for name, value in result.test.items():
-        if name not in {shown, "loss"}:
-            number = f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4f}"
-            typer.echo(f"{name.replace('_', ' ', 1)} {number}" if name in result.others else f"test {name} {number}")
+    # Beside an accuracy the loss of the same set says little.
+    names = [name for name in result.test if name not in {result.shown, result.shown.replace("accuracy", "loss")}]
+    for name in filter(None, [result.shown, *names]):
+        number = f"{result.test[name]:.2%}" if name.endswith("accuracy") else f"{result.test[name]:.4f}"
+        if name == result.shown and result.num_right is not None:
+            number += f" ({int(result.num_right):,} of {int(result.num_test_samples):,}, each counted once)"
+        typer.echo(f"{name.replace('_', ' ', 1)} {number}" if name in result.others else f"test {name} {number}")
     _show_summary(run_dir)
     typer.echo(f"run directory {run_dir}")
     if not result.is_saved:

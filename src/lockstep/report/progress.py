@@ -30,8 +30,9 @@ _NUM_SEEN = 50
 _LOOK_SECONDS = 5.0
 _LOOK_PAUSE = 500
 _MUCH = 1 / 3
-_NO_TEST_SET = (
-    "there is no test set, so no accuracy is measured: `data` returned one data set; return (train, test) for two"
+_NOTHING_TO_EVALUATE = (
+    "there is no set to evaluate, so no accuracy is measured: `data` returned the training set alone; return "
+    "(train, test), or sets by name such as {'train': ..., 'val': ...}"
 )
 
 
@@ -49,7 +50,7 @@ class PlainLines:
                 self._num_epochs = event.num_epochs
                 self._console.print(_describe_run(event), highlight=False, soft_wrap=True)
                 if event.num_test_samples == 0 and event.first_epoch < event.num_epochs:
-                    self._console.print(_NO_TEST_SET, highlight=False, soft_wrap=True)
+                    self._console.print(_NOTHING_TO_EVALUATE, highlight=False, soft_wrap=True)
             case EpochFinished():
                 width = self._console.width if self._console.is_terminal else None
                 for line in fold(_describe_epoch(event, self._num_epochs), width):

@@ -120,7 +120,7 @@ def build_parts(config: Config, device: torch.device) -> RunParts:
         config,
         train_set,
         device,
-        shuffle=True,
+        TRAIN,
         weights=_numbers_of_samples(config, "weights", train_set, read_weights),
         lengths=_numbers_of_samples(config, "lengths", train_set, read_lengths),
     )
@@ -135,7 +135,7 @@ def build_parts(config: Config, device: torch.device) -> RunParts:
         train=train,
         states={"loader": train} if isinstance(train_set, Stream) else {},
         datasets=others,
-        evaluated={name: _build_loader(config, each, device, shuffle=False) for name, each in others.items()},
+        evaluated={name: _build_loader(config, each, device, name) for name, each in others.items()},
     )
 
 
@@ -317,16 +317,16 @@ def _build_trainer(
 
 
 def _build_loader(
-    config: Config, dataset: Dataset[Any], device: torch.device, *, shuffle: bool, **options: Any
+    config: Config, dataset: Dataset[Any], device: torch.device, name: str, **options: Any
 ) -> ShardedLoader:
-    name = "train" if shuffle else "test"
+    is_trained = name == TRAIN
     end = "The function returns (train, test), or (train, None). (LS806)"
     with _refused(f"data is {config.data!r}, whose {name} set cannot be used", end):
         return make_loader(
             config,
             dataset,
-            shuffle=shuffle,
-            drop_last=config.drop_last and shuffle,  # a test set is counted whole
+            shuffle=is_trained,
+            drop_last=config.drop_last and is_trained,  # the others are counted whole
             persistent_workers=config.loader_workers > 0,
             pin_memory=is_asynchronous(device),
             **options,

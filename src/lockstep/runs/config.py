@@ -177,7 +177,7 @@ class Config(BaseModel):
     keep: int = Field(default=2, ge=1)
     """Number of the newest checkpoints to keep."""
     keep_best: str | None = Field(default=None, min_length=1)
-    """A metric of the test set, by which the best checkpoint is kept too; `-loss` if lower is better."""
+    """A metric of any set that is evaluated, by which the best checkpoint is kept too; `-loss` if lower is better."""
     save_every: int | None = Field(default=None, ge=1)
     """Save after every so many steps too; None to save only at the end of each epoch."""
     report: bool = True

@@ -3,7 +3,6 @@
 Every sample counts once, with the same bits on any number of workers.
 """
 
-import difflib
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,7 @@ from lockstep.runs.build import (
     unknown_set,
 )
 from lockstep.runs.config import Config
-from lockstep.runs.saving import check_metric_name
+from lockstep.runs.saving import check_metric_name, not_measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,9 +158,18 @@ class RunMeans:
     by_name: Mapping[str, Mean]
     others: Sequence[str]
     """The names of those over another set than the test set."""
+    preferred: str = ""
+    """What names of the set begin with that is the test set, or else the first of the others."""
 
     def values(self) -> dict[str, float]:
         return {name: mean.value for name, mean in self.by_name.items()}
+
+    def most_telling(self) -> tuple[str, Mean]:
+        """Return the name of the accuracy, or else of the loss, of the set that is preferred, and its mean."""
+        for name in (_full_name(self.preferred, "accuracy"), _full_name(self.preferred, "loss")):
+            if name in self.by_name:
+                return name, self.by_name[name]
+        return "", Mean(0.0, 0.0)
 
     def split_by_set(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the values of the test set, and those of others."""
@@ -186,7 +194,7 @@ def measure_all(parts: RunParts) -> RunMeans:
                 found |= means
                 if set_name != TEST:
                     others += means
-    return RunMeans(found, others)
+    return RunMeans(found, others, _prefix("", preferred_name(parts.evaluated)))
 
 
 def _prefix(average: str, set_name: str) -> str:
@@ -228,16 +236,10 @@ def check_metric_names(config: Config, parts: RunParts) -> None:
         for average in ["", *parts.averages]:
             known += [_full_name(_prefix(average, set_name), name) for name in names]
     _check_different(known, parts)
-    check_metric_name(config.keep_best, dict.fromkeys(known, 0.0))
+    check_metric_name(config.keep_best, known)
     for key, name in named.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"{key} is {name!r}, but no such metric is measured. "
-                + (f"Did you mean {near[0]!r}? " if near else "")
-                + (f"Expected {' or '.join(known)}." if known else "It needs a test set: data returned None.")
-                + " (LS808)"
-            )
+            raise not_measured(key, name, known)
 
 
 def _check_different(names: Sequence[str], parts: RunParts) -> None:

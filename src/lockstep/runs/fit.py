@@ -82,14 +82,14 @@ def fit(
     if is_over:
         test = measure_all(parts)
     trainer.moments.end()
-    means = test.by_name
-    counted = means.get("accuracy", means.get("loss"))
+    shown, counted = test.most_telling()
     return FitResult(
         digest=trainer.digest(),
         fingerprint=str(trainer.fingerprint()),
         test=test.values(),
-        num_test_samples=int(counted.weight) if counted is not None else 0,
-        num_right=float(means["accuracy"].total) if "accuracy" in means else None,
+        shown=shown,
+        num_test_samples=int(counted.weight),
+        num_right=float(counted.total) if shown.endswith("accuracy") else None,
         is_saved=(run_dir / checkpoint_name(trainer.global_step)).exists(),
         finish=_finish(config, trainer),
         others=test.others,

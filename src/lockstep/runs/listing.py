@@ -25,8 +25,8 @@ _NOT_COMPARED = frozenset(
 )
 """Keys that say nothing of what a run computes, only what it saves and shows."""
 
-_NOT_MEASURED = frozenset({"kind", "epoch", "global_step", "train_loss", "samples_per_second", "learning_rate"})
-"""What a row of an epoch has besides what the evaluation has measured."""
+NOT_MEASURED = frozenset({"kind", "epoch", "global_step", "train_loss", "samples_per_second", "learning_rate"})
+"""What a row of an epoch has besides what the evaluation of each set has measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ def _look(path: Path) -> ListedRun:
     if holder is not None and {"epoch", "step"} <= latest.keys():
         epoch, step = max((epoch, step), (latest["epoch"], latest["step"] + 1))
     row = rows.get("epoch", {})
-    metrics = {name.removeprefix("test_"): value for name, value in row.items() if name not in _NOT_MEASURED}
+    metrics = {name.removeprefix("test_"): value for name, value in row.items() if name not in NOT_MEASURED}
     state, reason = _find_state(path, holder, is_over=bool(epochs) and epoch >= epochs)
     return ListedRun(
         path=path,
@@ -181,8 +181,10 @@ class FitResult:
     fingerprint: str
     """What the digest depends on besides code and data."""
     test: Mapping[str, float]
+    shown: str
+    """Which metric says most: the accuracy, or else the loss, of the test set, or else of the first of the others."""
     num_test_samples: float
-    """Over how many samples (or tokens) the accuracy, or else the loss, is the mean."""
+    """Over how many samples (or tokens) it is the mean."""
     num_right: float | None
     """How many of them are right; None without accuracy."""
     is_saved: bool

@@ -226,24 +226,13 @@ def score_of(metrics: Mapping[str, float | None], wanted: str | None) -> float |
     return -value if wanted.startswith("-") else value
 
 
-def check_metric_name(wanted: str | None, measured: Mapping[str, float]) -> None:
+def check_metric_name(wanted: str | None, measured: Collection[str]) -> None:
     """Check that the metric of `keep_best` was measured, and that not the worst checkpoint would be kept."""
     if wanted is None:
         return
     name = wanted.removeprefix("-")
     if name not in measured:
-        near = difflib.get_close_matches(name, [*measured], n=1)
-        guess = f"Did you mean {_with_sign(near[0], wanted)}? " if near else ""
-        raise ConfigError(
-            f"keep_best is {wanted!r}, but no such metric is measured on the test set. "
-            + (
-                f"{guess}Expected {' or '.join(each for name in measured for each in _ways(name))}; - means that lower "
-                "is better."
-                if measured
-                else "It needs a test set: data returned None."
-            )
-            + " (LS808)"
-        )
+        raise not_measured("keep_best", wanted, [way for each in measured for way in _ways(each)])
     if wanted not in _ways(name):
         other, better = ("highest", "lower") if wanted == name else ("lowest", "higher")
         raise ConfigError(
@@ -252,14 +241,23 @@ def check_metric_name(wanted: str | None, measured: Mapping[str, float]) -> None
         )
 
 
+def not_measured(key: str, wanted: str, known: Sequence[str]) -> ConfigError:
+    near = difflib.get_close_matches(wanted, known, n=1)
+    return ConfigError(
+        f"{key} is {wanted!r}, but no such metric is measured. "
+        + (f"Did you mean {near[0]!r}? " if near else "")
+        + (
+            f"Expected {' or '.join(known)}" + ("; - means that lower is better." if "-" in "".join(known) else ".")
+            if known
+            else "It needs a set to evaluate: data returned the training set alone."
+        )
+        + " (LS808)"
+    )
+
+
 def _ways(name: str) -> list[str]:
     """Return a metric as `keep_best` may name it: with the sign that its name implies, or both."""
     return {"min": [f"-{name}"], "max": [name], None: [name, f"-{name}"]}[mode_of_name(name)]
-
-
-def _with_sign(name: str, wanted: str) -> str:
-    given = f"-{name}" if wanted.startswith("-") else name
-    return given if given in _ways(name) else _ways(name)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

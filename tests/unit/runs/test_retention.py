@@ -66,7 +66,7 @@ def test_a_metric_that_is_not_measured_is_refused() -> None:
     check_metric_name(None, {})
     with pytest.raises(ConfigError, match=r"keep_best is .acc., .* Expected -loss or accuracy or kappa or -kappa;"):
         check_metric_name("acc", {"loss": 1.0, "accuracy": 0.5, "kappa": 0.5})
-    with pytest.raises(ConfigError, match="needs a test set"):
+    with pytest.raises(ConfigError, match="needs a set to evaluate"):
         check_metric_name("accuracy", {})
 
 

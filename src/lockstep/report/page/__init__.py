@@ -11,7 +11,7 @@ Bokeh is imported by `figures` and `make_page` alone, because its import takes l
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +21,7 @@ from lockstep.doctor.slow import find_slow, recorded_usage
 from lockstep.report.page.measure import Forecast, forecast_steps, measure_steps, time_shares
 from lockstep.report.page.run_data import RunData
 from lockstep.report.page.texts import SHARE_COLOURS, TEXTS
-from lockstep.runs.listing import find_differences
+from lockstep.runs.listing import NOT_MEASURED, find_differences
 from lockstep.version import VERSION
 
 __all__ = ["write_page"]
@@ -70,10 +70,9 @@ def make_page(runs: Sequence[RunData]) -> str:
 def _draw(runs: Sequence[RunData]) -> dict[str, Any]:
     from lockstep.report.page.figures import draw_curve, draw_memory, draw_timeline
 
-    names = [key for run in runs for row in run.epochs for key in row if key.startswith("test_") and key != "test_loss"]
-    names += [key for run in runs for row in run.evaluations for key in row if key not in {"kind", "global_step"}]
-    wanted: dict[str, tuple[str | None, Sequence[str]]] = {"loss": ("loss", ("train_loss", "test_loss"))}
-    wanted |= {key: (None, (key,)) for key in dict.fromkeys(names)}
+    measured = by_metric([key for run in runs for row in run.marks for key in row])
+    wanted: dict[str, tuple[str | None, Sequence[str]]] = {"loss": ("loss", ("train_loss", *measured.pop("loss", ())))}
+    wanted |= {keys[0] if len(keys) == 1 else metric: (None, keys) for metric, keys in measured.items()}
     wanted |= _CURVES
     figures = {
         f"curve_{name}": draw_curve(runs, step_key, epoch_keys) for name, (step_key, epoch_keys) in wanted.items()
@@ -82,6 +81,18 @@ def _draw(runs: Sequence[RunData]) -> dict[str, Any]:
         figures[f"memory-{number}"] = draw_memory(run)
         figures[f"timeline-{number}"] = draw_timeline(run)
     return {name: each for name, each in figures.items() if each is not None}
+
+
+def by_metric(columns: Iterable[str]) -> dict[str, list[str]]:
+    """Return the columns that evaluations fill, by metric: `test_loss` and `val_loss` are the loss of two sets."""
+    measured = [each for each in dict.fromkeys(columns) if each not in NOT_MEASURED]
+    sets = {each.removesuffix("_loss") for each in measured if each.endswith("_loss")}
+    sets = {each for each in sets if not any(each.startswith(f"{other}_") for other in sets)}
+    found: dict[str, list[str]] = {}
+    for each in measured:
+        of_set = next((name for name in sets if each.startswith(f"{name}_")), None)
+        found.setdefault(each if of_set is None else each.removeprefix(f"{of_set}_"), []).append(each)
+    return found
 
 
 def _summary(runs: Sequence[RunData]) -> dict[str, list[str]]:

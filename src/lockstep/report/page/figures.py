@@ -23,7 +23,6 @@ _MOST_POINTS: Final = 10_000
 _MOST_EVENTS: Final = 4000
 _LAST_STEPS: Final = 12
 _PHASES: Final = {2: "rest", 4: "gradients", 5: "others", 6: "update"}
-_LABELS: Final = {"train_loss": "mean of the epoch", "test_loss": "test"}
 _TOOLS: Final = "xpan,xwheel_zoom,box_zoom,reset"
 
 
@@ -43,7 +42,8 @@ def draw_curve(runs: Sequence[RunData], step_key: str | None, epoch_keys: Sequen
                 dash = "solid" if key.startswith("train_") else "dashed"
                 line = plot.line(*points, color=shade, line_width=2, line_dash=dash)
                 dots = plot.scatter(*points, color=shade, size=5)
-                drawn.append((f"{prefix}{_LABELS.get(key, key)}", [line, dots]))
+                label = "mean of the epoch" if key == "train_loss" else key.replace("_", " ")
+                drawn.append((f"{prefix}{label}", [line, dots]))
     if not drawn:
         return None
     largest = max(float(np.abs(line.data_source.data["y"]).max()) for _, (line, *_) in drawn)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import RunDirectoryError
-from lockstep.report.page import make_page
+from lockstep.report.page import by_metric, make_page
 from lockstep.report.page.figures import draw_curve
 from lockstep.report.page.run_data import read_run
 from lockstep.report.page.texts import TEXTS
@@ -78,6 +78,30 @@ def test_several_runs_show_what_differs_between_them(tmp_path: Path) -> None:
     [differences] = re.findall(r'<section id="differences">(.*?)</section>', page, re.DOTALL)
     assert "batch_size" in differences
     assert "num_shards" not in differences
+
+
+@pytest.mark.parametrize(
+    ("columns", "figures"),
+    [
+        (["val_loss", "val_top_2"], {"loss": ["val_loss"], "top_2": ["val_top_2"]}),
+        (["test_loss", "val_loss"], {"loss": ["test_loss", "val_loss"]}),
+        (["val_loss", "val_l1_loss"], {"loss": ["val_loss"], "l1_loss": ["val_l1_loss"]}),
+        (["test_loss", "test_ema_loss", "test_f1", "ema_val_f1", "ema_val_loss"],
+         {"loss": ["test_loss", "ema_val_loss"], "ema_loss": ["test_ema_loss"], "f1": ["test_f1", "ema_val_f1"]}),
+        (["epoch", "train_loss", "score"], {"score": ["score"]}),
+    ],
+)  # fmt: skip
+def test_a_metric_of_several_sets_is_one_figure(columns: list[str], figures: dict[str, list[str]]) -> None:
+    assert by_metric(columns) == figures
+
+
+def test_a_run_with_a_validation_set_alone_has_its_curves(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"test_', '"val_'))
+    page = make_page([read_run(run, "a")])
+    assert "<h3>val accuracy</h3>" in page
+    assert "val loss" in page
 
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
