@@ -33,6 +33,8 @@ class RunStarted:
     """Steps of one epoch; None where they are not known."""
     first_step: int = 0
     """First step within the first epoch; greater than 0 if a run is resumed in the middle of an epoch."""
+    patch: str = ""
+    """The file with the changes of the code that are not committed; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

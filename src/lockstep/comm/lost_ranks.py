@@ -36,10 +36,12 @@ from torch.distributed import Store, Work
 from lockstep.comm.capabilities import ReportsExits, capabilities_of
 from lockstep.comm.open_calls import has_ended
 from lockstep.comm.stored_values import read_record, to_stored
-from lockstep.errors import PeerLostError
+from lockstep.errors import LockstepError, PeerLostError
+from lockstep.explanations import codes_in
 from lockstep.processes.ending import describe_held_up, exit_quickly
 from lockstep.processes.forking import finalize_here
 from lockstep.processes.host import boot_id, open_process, start_ticks
+from lockstep.processes.user_line import users_traceback
 from lockstep.settings import read_settings
 from lockstep.torch_private.groups import list_groups
 
@@ -198,6 +200,8 @@ class _ReportThenShow:
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         report_failure(error)
+        if isinstance(error, LockstepError) and codes_in(str(error)):  # it says what to do
+            error.__traceback__ = traceback = users_traceback(traceback)
         self._previous(kind, error, traceback)
         exit_quickly()  # its launcher, and the other ranks, wait for its end
         if read_settings().channel() is None:  # else the launcher tells, and ends it

@@ -45,7 +45,8 @@ _EXCESS: Final = 1.2
 _OFTEN_SEEN: Final = 0.25
 """A line is named where a worker was in this part of the looks."""
 _ADVICE: Final = {
-    "loading": "Use more loading processes (num_workers), do less in __getitem__, or keep the data on a faster disk.",
+    "loading": "Use more loading processes (loader_workers in a config, num_workers of a loader), do less in "
+    "__getitem__, or keep the data on a faster disk.",
     "forward and backward": "That is the work itself: a faster device, a lower precision, or more workers.",
     "waiting": "The workers have unlike work or unlike speed: see who comes last.",
     "communication": "Fewer bytes (a lower precision of gradients), fewer steps with larger batches, or a faster link.",

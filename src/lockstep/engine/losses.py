@@ -226,10 +226,15 @@ def find_bad_loss(found: WeightedLosses, batch: ShardedBatch) -> str:
     for shard, (loss, weight) in enumerate(zip(found.losses, found.weights, strict=True)):
         if not (math.isfinite(loss) and math.isfinite(weight)):
             rank = next(rank for rank, shards in enumerate(batch.ranges) if shard in shards)
+            why = (
+                "those of others are finite. A sample is not finite, or the targets of this shard are all ignored, and "
+                "its mean is 0 / 0: then let the loss return ls.Mean(sum, count)"
+                if math.isnan(loss) and any(map(math.isfinite, found.losses))
+                else "the model has diverged, or a sample is not finite. Try a smaller learning rate, or max_grad_norm"
+            )
             return (
                 f"The loss of shard {shard}, run by rank {rank}, is {loss / weight if weight else loss} at "
-                f"{name_step(batch.cursor)}: the model has diverged, or a sample is not finite. Try a smaller "
-                'learning rate, or max_grad_norm; nonfinite="skip" leaves such steps out.'
+                f'{name_step(batch.cursor)}: {why}; nonfinite="skip" leaves such steps out.'
             )
     if not any(weight > 0 for weight in found.weights):
         raise LossError(

@@ -12,7 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import final
 
-from lockstep.errors import PeerFailedError, PeerLostError, ReductionError, WorkerFailure
+from lockstep.errors import LockstepError, PeerFailedError, PeerLostError, ReductionError, WorkerFailure
+from lockstep.explanations import codes_in
 from lockstep.processes.host import read_control_groups
 from lockstep.processes.user_line import LIBRARIES
 
@@ -87,7 +88,10 @@ def describe_failures(failures: Sequence[WorkerFailure], *, is_shown: bool = Fal
         error = _last_error(first.traceback) or lines[-1]
         message += f"{place}\n{_shorten(error, _MOST_OF_REASON)}\nIts traceback is above."
     elif first.traceback:
-        message += f"\n\nTraceback of worker {first.rank}:\n{_shorten(first.traceback.rstrip(), _MOST_OF_TRACEBACK)}"
+        trace = first.traceback.rstrip()
+        if isinstance(first.error, LockstepError) and codes_in(str(first.error)) and has_users_frame(trace):
+            trace = users_part(trace)
+        message += f"\n\nTraceback of worker {first.rank}:\n{_shorten(trace, _MOST_OF_TRACEBACK)}"
     alike = [str(other.rank) for other in others if _error_of(other) == _error_of(first)]
     after = [
         f"worker {other.rank} ({_shorten(_error_of(other), _MOST_OF_REASON)})"
@@ -133,11 +137,18 @@ def _last_error(traceback: str) -> str:
 
 
 def users_part(traceback: str) -> str:
-    """Return a traceback from the user's first frame on, or its last frame if it has none of the user's."""
+    """Return a traceback from the user's first frame on, or its last frame if it has none of the user's.
+
+    What the user's last frame has called is left out too where the error is ours: it says what to do.
+    """
     kept: list[str] = []
     for block in _blocks(traceback.splitlines()):
         starts = [number for number, line in enumerate(block) if _FRAME.match(line)]
         own = [number for number in starts if not _FRAME.match(block[number])[1].startswith(LIBRARIES)]  # type: ignore[index]
+        end = next((number for number, line in enumerate(block) if line.startswith("lockstep.errors.")), None)
+        if own and end is not None:
+            inner = next((number for number in starts if number > own[-1]), end)
+            del block[inner:end]
         kept += block[: starts[0]] + block[(own or starts[-1:])[0] :] if starts else block
     return "\n".join(kept)
 

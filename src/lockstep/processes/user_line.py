@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Final
 
 from lockstep.processes.host import StackLine, stack_of_thread
@@ -89,6 +89,21 @@ def find_user_frame(frame: FrameType | None, is_library: Callable[[str], bool] |
     while frame is not None and (is_library(frame.f_code.co_filename) or _is_start(frame)):
         frame = frame.f_back
     return frame
+
+
+def users_traceback(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback that ends with the innermost line of the user's; the same one where there is none."""
+    steps: list[TracebackType] = []
+    step = trace
+    while step is not None:
+        steps.append(step)
+        step = step.tb_next
+    while steps and _is_library(steps[-1].tb_frame.f_code.co_filename):
+        steps.pop()
+    kept = None
+    for each in reversed(steps):
+        kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept or trace
 
 
 def find_user_stack_line(stack: Sequence[StackLine]) -> StackLine | None:

@@ -51,6 +51,9 @@ class PlainLines:
                 self._console.print(_describe_run(event), highlight=False, soft_wrap=True)
                 if event.num_test_samples == 0 and event.first_epoch < event.num_epochs:
                     self._console.print(_NOTHING_TO_EVALUATE, highlight=False, soft_wrap=True)
+                if event.patch:
+                    said = f"uncommitted changes of the code are saved in {event.patch}; not with save_code=false"
+                    self._console.print(said, highlight=False, markup=False, soft_wrap=True)
             case EpochFinished():
                 width = self._console.width if self._console.is_terminal else None
                 for line in fold(_describe_epoch(event, self._num_epochs), width):

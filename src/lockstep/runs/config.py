@@ -182,6 +182,8 @@ class Config(BaseModel):
     """Save after every so many steps too; None to save only at the end of each epoch."""
     report: bool = True
     """Whether a page about the run is written at its end: report.html in the run directory."""
+    save_code: bool = True
+    """Whether changes of the config's folder that git has not committed are saved in the run directory, as a patch."""
     trackers: list[NamedTracker] = []
     """Where else the metrics are shown: tensorboard, wandb, mlflow or import paths, each alone or with options."""
     async_save: bool = True

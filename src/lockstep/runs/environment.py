@@ -2,8 +2,8 @@
 
 run_dir/
   environment.json         one object per start of the run, the latest first
-  uncommitted-<n>.patch    output of `git diff --binary HEAD` at start n, if the user's code was changed. Untracked
-                           files are listed in environment.json, but not saved
+  uncommitted-<n>.patch    output of `git diff --binary HEAD` at start n for the folder of the user's code, if it was
+                           changed, and `save_code` is true. Untracked files are listed in environment.json, not saved
 """
 
 import json
@@ -52,13 +52,19 @@ def gather_facts(world: World, device: torch.device, device_name: str) -> list[d
 
 
 def write_environment(
-    run_dir: Path, workers: Sequence[Mapping[str, Any]], fingerprint: dict[str, Any], code: Path
-) -> None:
-    """Add this start to the environment.json of a run (local; call it on one rank)."""
+    run_dir: Path,
+    workers: Sequence[Mapping[str, Any]],
+    fingerprint: dict[str, Any],
+    code: Path,
+    *,
+    saves_code: bool = True,
+) -> str | None:
+    """Add this start to the environment.json of a run (local; call it on one rank); return the name of the patch."""
     path = run_dir / ENVIRONMENT_NAME
     earlier = read_starts(run_dir)
     if not earlier and path.exists():
         path.replace(path.with_suffix(".damaged.json"))  # somebody may still read what it says of earlier starts
+    state = _git_state(run_dir, code, len(earlier) + 1, saves_code=saves_code)
     start = {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(hide_secrets(sys.argv)),
@@ -69,12 +75,13 @@ def write_environment(
         "driver": take_inventory().driver,
         "torch": _torch_versions(),
         "packages": _packages(),
-        "code": _git_state(run_dir, code, len(earlier) + 1),
+        "code": state,
         "settings": read_settings().recorded(),
         "fingerprint": fingerprint,
         "workers": list(workers),
     }
     _write(path, (json.dumps([start, *earlier], indent=2) + "\n").encode())
+    return None if state is None else state["patch"]
 
 
 def _torch_versions() -> dict[str, Any]:
@@ -92,17 +99,20 @@ def _packages() -> dict[str, str]:
     return dict(sorted((name, version) for name, version in found if name))
 
 
-def _git_state(run_dir: Path, folder: Path, start: int) -> dict[str, Any] | None:
-    """Return the git state of the user's code, and save its uncommitted changes; None outside a repository."""
+def _git_state(run_dir: Path, folder: Path, start: int, *, saves_code: bool) -> dict[str, Any] | None:
+    """Return the git state of the user's code, and save its uncommitted changes; None outside a repository.
+
+    Only of its own folder: around it may be a repository with the files of others.
+    """
     top, commit = _git(folder, "rev-parse", "--show-toplevel"), _git(folder, "rev-parse", "HEAD")
     if top is None or commit is None:
         return None
-    changes = _git(folder, "diff", "--binary", "--no-ext-diff", "--no-color", "HEAD") or b""
+    changes = _git(folder, "diff", "--binary", "--no-ext-diff", "--no-color", "HEAD", "--", ".") or b""
     patch = f"uncommitted-{start}.patch"
-    is_kept = 0 < len(changes) <= _MAX_PATCH_BYTES
+    is_kept = saves_code and 0 < len(changes) <= _MAX_PATCH_BYTES
     if is_kept:
         _write(run_dir / patch, changes)
-    untracked = _git(folder, "ls-files", "-z", "--others", "--exclude-standard", "--full-name", ":/") or b""
+    untracked = _git(folder, "ls-files", "-z", "--others", "--exclude-standard", "--full-name") or b""
     names = [os.fsdecode(name) for name in untracked.split(b"\0") if name]
     return {
         "repository": _text(top),

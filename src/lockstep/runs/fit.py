@@ -65,13 +65,16 @@ def fit(
     trainer.on_continued(training.follow)
     stop.add_listener(trainer.request_stop)
     own_scheduler = parts.scheduler if trainer.scheduler is None else None
+    patch = ""
     if not trainer.join(FitState(sums, saver, own_scheduler, parts.states), before_leaving=saver.wait):
         check_metric_names(config, parts)
         if resume is not None:
             restore_run(parts, load_checkpoint(resume.path), config, resume.allowed)
         fingerprint = trainer.fingerprint()
-        trainer.repeatable(lambda world: _write_facts(world, run_dir, fingerprint, device, code or Path()))
-    recorder.record(_describe_run(config, parts, device))
+        patch = trainer.repeatable(
+            lambda world: _write_facts(world, run_dir, fingerprint, device, code or Path(), saves_code=config.save_code)
+        )
+    recorder.record(_describe_run(config, parts, device, patch))
     trainer.moments.start()
     is_over = trainer.cursor.epoch >= config.epochs or trainer.is_ending
     with saver:
@@ -325,7 +328,7 @@ class FitState:
             each.load_state_dict(state["others"][name])
 
 
-def _describe_run(config: Config, parts: RunParts, device: torch.device) -> RunStarted:
+def _describe_run(config: Config, parts: RunParts, device: torch.device, patch: str) -> RunStarted:
     model = parts.trainer.model
     return RunStarted(
         world_size=parts.trainer.world.world_size,
@@ -338,18 +341,23 @@ def _describe_run(config: Config, parts: RunParts, device: torch.device) -> RunS
         num_epochs=config.epochs,
         num_steps=parts.train.num_steps,
         first_step=parts.trainer.cursor.step,
+        patch=patch,
     )
 
 
-def _write_facts(world: World, run_dir: Path, fingerprint: Fingerprint, device: torch.device, code: Path) -> None:
-    """Record where the workers run (collective); rank 0 writes, and the others wait for it."""
+def _write_facts(
+    world: World, run_dir: Path, fingerprint: Fingerprint, device: torch.device, code: Path, *, saves_code: bool
+) -> str:
+    """Record where the workers run (collective); rank 0 writes, the others wait; return its patch of the code."""
     workers = gather_facts(world, device, fingerprint.device)
 
-    def write() -> None:
-        if world.rank == 0:
-            write_environment(run_dir, workers, fingerprint.to_dict(), code)
+    def write() -> str:
+        if world.rank != 0:
+            return ""
+        name = write_environment(run_dir, workers, fingerprint.to_dict(), code, saves_code=saves_code)
+        return "" if name is None else str(run_dir / name)
 
-    gather_results(world, write, "recording the environment of the run")
+    return gather_results(world, write, "recording the environment of the run")[0]
 
 
 def _wait_for_save(trainer: Trainer, saver: RunSaver) -> None:

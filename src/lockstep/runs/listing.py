@@ -21,7 +21,7 @@ _DEPTH = 3
 _TAIL_BYTES = 1 << 18
 _MAX_REASON = 300
 _NOT_COMPARED = frozenset(
-    {"run_dir", "resume", "report", "trackers", "keep", "save_every", "async_save", "on_save_error"}
+    {"run_dir", "resume", "report", "save_code", "trackers", "keep", "save_every", "async_save", "on_save_error"}
 )
 """Keys that say nothing of what a run computes, only what it saves and shows."""
 

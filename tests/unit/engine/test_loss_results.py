@@ -63,6 +63,15 @@ def test_other_names_in_one_shard_are_an_error_on_every_worker() -> None:
     assert all("for shard 3 than for shard 0" in text for text in run_ranks(2, program))
 
 
+def test_a_mean_of_nothing_in_one_shard_is_not_called_a_model_that_has_diverged() -> None:
+    def loss(model: nn.Module, batch: Any, place: StepPlace) -> Any:
+        return mean_loss(model, batch) * (float("nan") if place.shard == 2 else 1.0)
+
+    with pytest.raises(LossError, match=r"shard 2, .* targets of this shard are all ignored.*ls\.Mean") as caught:
+        take_steps(ALONE, loss)
+    assert "learning rate" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [

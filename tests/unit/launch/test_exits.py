@@ -123,6 +123,17 @@ def test_a_traceback_begins_with_the_users_first_frame(monkeypatch: pytest.Monke
     assert users_part(OURS) == OURS.rstrip("\n")
 
 
+def test_what_the_users_line_has_called_is_left_out_where_our_error_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exits, "LIBRARIES", ("/site/",))
+    lines = OURS.split("\n\n", maxsplit=1)[0].replace("IndexError: 3", "lockstep.errors.LossError: Do that. (LS516)")
+    assert users_part(lines).splitlines()[1:] == [
+        *lines.splitlines()[4:6],
+        "lockstep.errors.LossError: Do that. (LS516)",
+    ]
+
+
 def test_of_a_traceback_without_the_users_frames_the_last_one_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exits, "LIBRARIES", ("/site/", "/home/user"))
     trace = OURS.split("\n\n", maxsplit=1)[0]

@@ -6,15 +6,37 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 import warnings
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.processes.host import StackLine
-from lockstep.processes.user_line import CodeLine, find_user_frame, find_user_stack_line, stacklevel_of_user, user_line
+from lockstep.processes.user_line import (
+    CodeLine,
+    find_user_frame,
+    find_user_stack_line,
+    stacklevel_of_user,
+    user_line,
+    users_traceback,
+)
+
+
+def test_a_traceback_ends_with_the_users_line() -> None:
+    def fail() -> None:
+        torch.nn.Linear(2, 2)(torch.zeros(3))
+
+    with pytest.raises(RuntimeError) as caught:
+        fail()
+    trace = caught.value.__traceback__
+    assert "torch" in traceback.extract_tb(trace)[-1].filename
+    assert [each.name for each in traceback.extract_tb(users_traceback(trace))][-1] == "fail"
+    library = traceback.extract_tb(users_traceback(trace.tb_next.tb_next))  # type: ignore[union-attr]
+    assert len(library) == len(traceback.extract_tb(trace)) - 2
 
 
 def test_the_first_lines_of_a_worker_are_not_the_users() -> None:

@@ -66,6 +66,27 @@ def test_a_commit_and_what_is_not_in_it_are_kept(run_dir: Path) -> None:
     assert Path("train.py").read_text() == "after\n"
 
 
+def test_only_the_folder_of_the_code_is_saved_of_a_repository_of_others(run_dir: Path) -> None:
+    # Each run directory got a patch of 82 kB of other people's files.
+    names = ("theirs.py", "mine/train.py")
+    Path("mine").mkdir()
+    for name in names:
+        Path(name).write_text("before\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    for name in names:
+        Path(name).write_text("after\n")
+    Path("their_new.py").touch()
+    assert write_environment(run_dir, [], {}, Path("mine"), saves_code=False) is None
+    patch = write_environment(run_dir, [], {}, Path("mine"))
+    assert patch is not None
+    saved = (run_dir / patch).read_text()
+    assert "mine/train.py" in saved
+    assert "theirs" not in saved
+    assert json.loads((run_dir / "environment.json").read_text())[0]["code"]["untracked"] == []
+
+
 def test_bytes_of_any_kind_can_be_put_back_from_elsewhere(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = {"crlf.py": b"a\r\nb\r\n", "latin.py": b"# caf\xe9\n", "weights.bin": bytes(range(256))}
     code = Path.cwd()

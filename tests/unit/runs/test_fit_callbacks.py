@@ -257,7 +257,10 @@ def test_a_metric_that_is_named_like_one_of_another_set_is_of_the_set_that_it_is
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"keep_best": "-val_los"}, "keep_best is '-val_los', but no such metric is measured. Did you mean '-val_loss'"),
+        (
+            {"keep_best": "-val_los"},
+            "keep_best is '-val_los', but no such metric is measured. Did you mean '-val_loss'",
+        ),
         ({"early_stopping": {"metric": "val_losss", "mode": "min"}}, "Did you mean 'val_loss'?"),
         ({"metrics": ["measured:worst", "measured:worst"]}, "names two metrics called 'worst'"),
         ({"data": "measured:named_ema", "ema": {}, "metrics": []}, "'ema' would be the name of two results"),
