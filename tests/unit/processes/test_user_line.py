@@ -33,9 +33,11 @@ def test_a_traceback_ends_with_the_users_line() -> None:
     with pytest.raises(RuntimeError) as caught:
         fail()
     trace = caught.value.__traceback__
+    assert trace is not None
+    assert trace.tb_next is not None
     assert "torch" in traceback.extract_tb(trace)[-1].filename
     assert [each.name for each in traceback.extract_tb(users_traceback(trace))][-1] == "fail"
-    library = traceback.extract_tb(users_traceback(trace.tb_next.tb_next))  # type: ignore[union-attr]
+    library = traceback.extract_tb(users_traceback(trace.tb_next.tb_next))
     assert len(library) == len(traceback.extract_tb(trace)) - 2
 
 
