@@ -47,7 +47,7 @@ from lockstep.reduce import (
     TrainedModel,
 )
 from lockstep.torch_private.autograd import queue_callback
-from lockstep.torch_private.compiler import disable_compiler
+from lockstep.torch_private.compiler_import import disable_compiler
 from lockstep.torch_private.modules import (
     check_comm_hook,
     find_tensors,

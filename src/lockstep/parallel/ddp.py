@@ -45,7 +45,7 @@ from lockstep.parallel.buffers import (
 from lockstep.parallel.comparison import ComparisonOptions, compare_at_start, number_model
 from lockstep.parallel.torch_names import Statistics, TorchNames, arguments_from_torch, describe_shared_arguments
 from lockstep.reduce import CommHook, ReducerOptions, TrainedModel, check_same_model
-from lockstep.torch_private.compiler import disable_compiler
+from lockstep.torch_private.compiler_import import disable_compiler, disable_compiler_here
 from lockstep.torch_private.groups import root_mesh
 from lockstep.torch_private.modules import (
     has_torchs_comm_hook,
@@ -228,7 +228,7 @@ class DistributedDataParallel(TorchNames):
 
     # -- Forward -------------------------------------------------------------------------------------------------------
 
-    @disable_compiler(recursive=False)  # the module within is compiled, this is not
+    @disable_compiler_here  # the module within is compiled, this is not
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward, on inputs moved to the device of `device_ids` if one was given.
 

@@ -14,7 +14,7 @@ so a call costs what it costs in torch. `torch._foreach_*` are here too: torch's
     groups      process groups, their stores and backends; how a client of the TCPStore greets it
     loaders     how far a DataLoader is
     compiler    torch.compile, seen from outside and without importing it; keeping it out of what C++ calls
-    compiler_import    optimizers that do not import the compiler, and its switches when somebody else does
+    compiler_import    optimizers and marked functions that do not import the compiler; its switches when somebody does
     sharded_checkpoints    what torch.distributed.checkpoint pickles; it is slow to import
 
 Methods by which torch calls *us* (`_allgather_base` of a process group, `_check_comm_hook` of a DDP) are no uses: they

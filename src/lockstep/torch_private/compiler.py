@@ -22,9 +22,6 @@ _MOST_GRAPHS = 64
 """How many graphs of a module there may be; torch's own limit, 8, is not enough for slices of uneven sizes in training
 and evaluation. Beyond it the compiler raises an error."""
 
-disable_compiler = torch._disable_dynamo
-"""Mark a function, as a decorator: it is not compiled. As `torch.compiler.disable`, but that imports the compiler."""
-
 
 def skip_frames(code: CodeType) -> None:
     """Have the compiler neither compile the function with this code nor anything that it calls.

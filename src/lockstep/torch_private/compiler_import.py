@@ -1,14 +1,18 @@
 """The moment in which somebody imports torch's compiler: before it nothing of the compiler is imported, nor needed."""
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import FunctionType, ModuleType
-from typing import Any, cast, final
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, TypeVar, cast, final
 
 import torch
+from torch import nn
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 _COMPILER = "torch._dynamo"
 _INDUCTOR_CONFIG = "torch._inductor.config"
@@ -20,9 +24,18 @@ _DISABLED = "__dynamo_disable"
 class _DynamoImport(MetaPathFinder):
     """Gives torch's functions back what they were when somebody imports the compiler; it finds no module itself."""
 
-    def __init__(self, steps: Sequence[FunctionType], others: Sequence[FunctionType]) -> None:
-        self._codes = [(step, step.__code__) for step in steps]
-        self._others = others
+    def __init__(self) -> None:
+        self._codes: list[tuple[FunctionType, CodeType]] = []
+        self._others: list[FunctionType] = []
+
+    def put_off(self, steps: Sequence[FunctionType], others: Sequence[FunctionType]) -> None:
+        """Let functions run without what the compiler would mark them with, until it is imported."""
+        if _COMPILER in sys.modules:
+            return
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+        self._codes += [(step, step.__code__) for step in steps]
+        self._others += others
         for step in steps:
             step.__code__ = _STEP
         for function in others:
@@ -35,6 +48,25 @@ class _DynamoImport(MetaPathFinder):
             step.__code__ = code
         for function in self._others:
             vars(function).pop(_DISABLED, None)
+        self._codes.clear()
+        self._others.clear()
+
+
+_dynamo_import = _DynamoImport()
+
+
+def disable_compiler(function: _Function, *, recursive: bool = True) -> _Function:
+    """Mark a function, as a decorator: it is not compiled. As `torch.compiler.disable`, which imports the compiler.
+
+    torch's own mark that does not, `torch._disable_dynamo`, imports it when the function is first called.
+    """
+    _dynamo_import.put_off([], [cast(FunctionType, function)])
+    return cast(_Function, torch._disable_dynamo(function, recursive))
+
+
+def disable_compiler_here(function: _Function) -> _Function:
+    """Mark a function, as a decorator: it is not compiled, and what it calls is."""
+    return disable_compiler(function, recursive=False)
 
 
 def use_optimizers_without_compiler() -> None:
@@ -44,17 +76,16 @@ def use_optimizers_without_compiler() -> None:
     nothing is compiled before somebody else has imported the compiler. Until then they now run without these marks.
     From that import on they are torch's again.
     """
-    if _COMPILER in sys.modules or any(isinstance(finder, _DynamoImport) for finder in sys.meta_path):
-        return
     base: Any = torch.optim.Optimizer
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, base)]
     steps = [vars(kind)["step"] for kind in kinds if isinstance(vars(kind).get("step"), FunctionType)]
-    marked = [base.add_param_group, base.load_state_dict, base.state_dict, base.zero_grad]
-    finder = _DynamoImport(
+    steps = [step for step in steps if step.__code__ is not _STEP]  # it is where this was called before
+    wrapper: Any = nn.parallel.DistributedDataParallel  # ours calls this method of it in each forward
+    marked = [base.add_param_group, base.load_state_dict, base.state_dict, base.zero_grad, wrapper._inside_ddp_forward]
+    _dynamo_import.put_off(
         [step for step in steps if step.__code__.co_name == _STEP.co_name and step.__code__.co_freevars == ("func",)],
-        [vars(method)["__wrapped__"] for method in marked if "__wrapped__" in vars(method)],
+        [inspect.unwrap(method) for method in marked],
     )
-    sys.meta_path.insert(0, finder)
 
 
 def _use_grad_for_differentiable(func: Callable[..., Any]) -> FunctionType:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.torch_private.compiler import (
-    disable_compiler,
     forget_compiled_call,
     has_cuda_graphs_of_compiler,
     is_compiled_autograd_on,
@@ -19,7 +18,7 @@ from lockstep.torch_private.compiler import (
     original_of_compiled,
     skip_frames,
 )
-from lockstep.torch_private.compiler_import import set_inductor_deterministic
+from lockstep.torch_private.compiler_import import disable_compiler, set_inductor_deterministic
 
 HOOKS = "the reducer and the groups: their functions would be compiled one by one, or fail to"
 REPLICAS = "DataParallel: replicas would run the module that was compiled, on the first device"

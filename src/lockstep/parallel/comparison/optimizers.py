@@ -43,7 +43,7 @@ from lockstep.processes.user_line import NO_LINE, CodeLine, stacklevel_of_user, 
 from lockstep.reduce.current_plan import has_place
 from lockstep.reduce.model import Description, describe_options
 from lockstep.reduce.tensor_bits import sum_of_bits
-from lockstep.torch_private.compiler import disable_compiler
+from lockstep.torch_private.compiler_import import disable_compiler
 from lockstep.torch_private.modules import parameter_registry, version_of
 
 _NUM_IDLE: Final = 3
