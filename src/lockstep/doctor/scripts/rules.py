@@ -23,7 +23,7 @@ from lockstep.doctor.scripts.source import (
     with_keyword,
     wrapped_names,
 )
-from lockstep.doctor.scripts.training import TRAINING_RULES
+from lockstep.doctor.scripts.training import TRAINING_RULES, uses_trainer
 
 _WORDS = ("DistributedDataParallel", "init_process_group", "DistributedSampler", "destroy_process_group")
 _PREPARING: Final = ("prepare", "setup_dataloaders", "setup", "prepare_data_loader", "skip_first_batches")
@@ -52,7 +52,7 @@ def _is_parallel(source: ScriptSource) -> bool:
     names = {source.full_name(call.func).rpartition(".")[2] for call in source.calls}
     imported = {name.rpartition(".")[2] for name in source.imported.values()}
     attributes = {node.attr for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)}
-    return bool({*names, *imported, *attributes} & set(_WORDS))
+    return uses_trainer(source) or bool({*names, *imported, *attributes} & set(_WORDS))
 
 
 # -- Samplers, epochs, batch sizes, evaluation -------------------------------------------------------------------------

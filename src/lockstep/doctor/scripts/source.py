@@ -63,6 +63,9 @@ class ScriptSource:
                     _note(found, target, node.value)
             elif (isinstance(node, ast.AnnAssign) and node.value is not None) or isinstance(node, ast.NamedExpr):
                 _note(found, node.target, node.value)
+            elif isinstance(node, ast.AugAssign):
+                sum_of_both = ast.BinOp(left=node.target, op=node.op, right=node.value)
+                _note(found, node.target, ast.copy_location(sum_of_both, node))
         return found
 
     def full_name(self, node: ast.expr) -> str:
@@ -178,6 +181,11 @@ def last_name(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Return the names in an expression, of attributes too."""
+    return {last_name(each) for each in ast.walk(node) if isinstance(each, ast.Name | ast.Attribute)}
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
