@@ -72,8 +72,9 @@ def test_settings() -> None:
     off = Settings({"LOCKSTEP_RECORDING": "off"}).recording()
     assert (off.is_wanted, off.is_kept, off.capacity) == (True, False, 512)  # for the stall watch
     assert not Settings({"LOCKSTEP_RECORDING": "off", "LOCKSTEP_STALL_SECONDS": "0"}).recording().is_wanted
-    assert Settings({"LOCKSTEP_RECORDING_EVENTS": " 1000 "}).recording().capacity == 1024
-    assert Settings({"LOCKSTEP_RECORDING_EVENTS": "many"}).recording().capacity == 16384
+    for given, capacity in ((" 1000 ", 1024), ("many", 16384), ("1", 256), (str(1 << 40), 1 << 24)):
+        assert Settings({"LOCKSTEP_RECORDING_EVENTS": given}).recording().capacity == capacity
+    assert Settings({"LOCKSTEP_STALL_SECONDS": "-3"}).stall_seconds() == 0
     ours = recording_variable("/a,b")
     assert Settings(ours).recording().directory == ""  # this process is not its own child
     (name,) = ours

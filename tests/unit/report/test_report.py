@@ -9,7 +9,7 @@ from rich.console import Console
 
 from lockstep.doctor.slow import SlowReport, TimeUse
 from lockstep.errors import RunDirectoryError
-from lockstep.events import CheckpointSaved, EpochFinished, Event, RunStarted, StepFinished
+from lockstep.events import CheckpointSaved, EpochFinished, Event, RecordingTakenOver, RunStarted, StepFinished
 from lockstep.recording import WorkerRecorder
 from lockstep.report import progress
 from lockstep.report.metrics_file import MetricsFile, read_metrics
@@ -151,6 +151,15 @@ def test_progress_bar_shows_steps_on_a_terminal() -> None:
     told = stream.getvalue()
     assert "step 4/4" in told
     assert "test accuracy 75.00%" in told
+
+
+def test_the_bar_of_a_run_that_goes_on_begins_within_its_epoch() -> None:
+    continued = dataclasses.replace(STARTED, first_epoch=1, first_step=1)
+    for event in (continued, RecordingTakenOver(run=STARTED, global_step=3)):
+        stream = io.StringIO()
+        with ProgressBar(Console(file=stream, force_terminal=True, width=100)) as bar:
+            bar.record(event)
+        assert "epoch 2 step 3/4" in stream.getvalue()
 
 
 def test_a_metric_that_is_not_finite_is_null(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import RunDirectoryError
-from lockstep.report.page import by_metric, make_page
+from lockstep.report.page import by_metric, figures, make_page
 from lockstep.report.page.figures import draw_curve
 from lockstep.report.page.run_data import read_run
 from lockstep.report.page.texts import TEXTS
@@ -67,6 +67,18 @@ def test_losses_that_are_not_numbers_are_left_out(tmp_path: Path) -> None:
     [line] = plot.renderers
     assert len(line.data_source.data["y"]) == 19
     assert np.isfinite(line.data_source.data["y"]).all()
+
+
+def test_a_peak_and_a_dip_stay_where_fewer_steps_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "_MOST_POINTS", 10)
+    run = write_run(tmp_path / "a")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[9]["loss"], rows[14]["loss"] = 7.0, -3.0
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [line] = draw_curve([read_run(run, "a")], "loss", ()).renderers
+    drawn = dict(zip(line.data_source.data["x"].tolist(), line.data_source.data["y"].tolist(), strict=True))
+    assert len(drawn) <= 10
+    assert (drawn[10], drawn[15]) == (7.0, -3.0)
 
 
 def test_several_runs_show_what_differs_between_them(tmp_path: Path) -> None:
