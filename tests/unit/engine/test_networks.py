@@ -19,6 +19,7 @@ from lockstep.checkpoint.inspection import verify_checkpoint
 from lockstep.comm import World
 from lockstep.engine import run_state
 from lockstep.engine.member import receive_state, send_state
+from lockstep.engine.networks import find_networks, networks_walk
 from lockstep.engine.saving import unpack_state
 from lockstep.engine.state_parts import StatePart, StateParts
 from lockstep.errors import CheckpointError, LossError, ParameterMismatchError
@@ -458,3 +459,71 @@ def test_a_worker_that_joins_has_a_part_that_was_added() -> None:
 
     first, second = run_ranks(2, program)
     assert first == second
+
+
+# -- Which networks a loss uses ----------------------------------------------------------------------------------------
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.model = nn.Linear(2, 2)
+        self.teacher = nn.Linear(2, 2)
+        self.critics = [nn.Linear(2, 2)]
+        self.average = nn.Linear(2, 2)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch) + self.teach(batch) + sum(critic(batch) for critic in self.critics)
+
+    def teach(self, batch: Any) -> Any:
+        return self.teacher(batch) if len(batch) else self.teach(batch)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        return self.loss(model, batch)
+
+
+def test_a_network_that_the_object_of_a_loss_holds_beside_is_not_used() -> None:
+    loop = Loop()
+    for loss in (loop.loss, loop):
+        found = find_networks(networks_walk([loss]), loop.model)
+        assert {id(each) for each in found.values()} == {id(loop.teacher), id(loop.critics[0])}
+        assert set(found) == {"teacher", "critics.0"}
+
+
+def make_loss() -> Any:
+    teacher = nn.Linear(2, 2)
+    return teacher, lambda model, batch: model(batch) + teacher(batch)
+
+
+def test_two_networks_of_one_name_are_both_found() -> None:
+    # The second one of two loss functions' got neither care for its buffers nor a comparison.
+    (first, one), (second, other) = make_loss(), make_loss()
+    assert find_networks(networks_walk([one, other]), nn.Linear(2, 2)) == {"teacher": first, "teacher (2)": second}
+    assert find_networks(networks_walk([one, one]), nn.Linear(2, 2)) == {"teacher": first}
+
+
+class Settings:
+    """A global object, of which a loss mentions one network."""
+
+    def __init__(self) -> None:
+        self.teacher, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    @property
+    def center(self) -> nn.Module:
+        return self._make()
+
+    def _make(self) -> nn.Module:
+        return CENTERS[0]
+
+
+CENTERS = [nn.Linear(2, 2)]
+SETTINGS = Settings()
+
+
+@torch.no_grad()
+def teach(batch: Any) -> Any:
+    return SETTINGS.teacher(batch) + SETTINGS.center(batch)
+
+
+def test_what_a_decorated_function_mentions_of_a_global_object_is_found() -> None:
+    found = find_networks(networks_walk([lambda model, batch: model(batch) + teach(batch)]), nn.Linear(2, 2))
+    assert set(map(id, found.values())) == {id(SETTINGS.teacher), id(CENTERS[0])}

@@ -16,8 +16,11 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.comm import World
+from lockstep.comm.generations import LostWorker
+from lockstep.data import Cursor
 from lockstep.engine import present
 from lockstep.engine.member import Member
+from lockstep.engine.present import Continued
 from lockstep.engine.step_table import StepTable
 from lockstep.errors import CheckpointError, LossError, PeerFailedError
 
@@ -113,6 +116,19 @@ def run_with_a_loss(
     return run_ranks(num_ranks, on_rank, has_default_group=True)[:LOST]
 
 
+def armed(script: ScriptedLosses, call: str, number: int, exchange: str, count: int) -> Callable[[str], None]:
+    """Return what lets the rank be lost in the number-th call of a kind, at its count-th exchange."""
+    left = number
+
+    def arm(kind: str) -> None:
+        nonlocal left
+        left -= kind == call
+        if kind == call and left == 0:
+            script.lose_at(exchange, count)
+
+    return arm
+
+
 def rank_of_thread() -> int:
     rank: int = torch.distributed.get_rank()
     return rank
@@ -153,25 +169,13 @@ def test_a_run_ends_with_the_bits_of_the_undisturbed_one(
     exchange: str,
     count: int,
     model: type[nn.Module],
-    completes: tuple[int, ...],
     script: ScriptedLosses,
     undisturbed: dict[type[nn.Module], list[Any]],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    del completes
-
     def program(world: World, generations: Any) -> Any:
-        run = Scripted(world, model)
-        left = number
-
-        def arm(kind: str) -> None:
-            nonlocal left
-            left -= kind == call
-            if kind == call and left == 0:
-                script.lose_at(exchange, count)
-
-        result = run.train(tmp_path, arm)
+        result = Scripted(world, model).train(tmp_path, armed(script, call, number, exchange, count))
         if generations.number == 0:
             generations.help_others()
         assert generations.number == 1, "nobody was lost"
@@ -218,23 +222,12 @@ def test_callbacks_end_with_the_states_of_the_undisturbed_run(
     number: int,
     exchange: str,
     count: int,
-    completes: tuple[int, ...],
     with_callbacks: list[Any],
     script: ScriptedLosses,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    del completes
-
     def program(world: World, generations: Any) -> list[Any]:
-        left = number
-
-        def arm(kind: str) -> None:
-            nonlocal left
-            left -= kind == call
-            if kind == call and left == 0:
-                script.lose_at(exchange, count)
-
-        result = train_with_callbacks(world, arm)
+        result = train_with_callbacks(world, armed(script, call, number, exchange, count))
         if generations.number == 0:
             generations.help_others()
         assert generations.number == 1, "nobody was lost"
@@ -245,10 +238,8 @@ def test_callbacks_end_with_the_states_of_the_undisturbed_run(
 
 @pytest.mark.parametrize("completes", [(0,), (1,)])
 def test_a_step_that_fails_on_the_worker_ahead_fails_alike_on_the_one_behind(
-    completes: tuple[int, ...], script: ScriptedLosses, monkeypatch: pytest.MonkeyPatch
+    script: ScriptedLosses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    del completes
-
     def program(world: World, _generations: Any) -> str:
         run = Scripted(world)
         batches = list(run.loader.epoch(0))
@@ -268,10 +259,8 @@ def test_a_step_that_fails_on_the_worker_ahead_fails_alike_on_the_one_behind(
 
 @pytest.mark.parametrize("completes", [(0,), (1,)])
 def test_an_evaluation_that_fails_on_the_worker_ahead_fails_on_the_one_behind(
-    completes: tuple[int, ...], script: ScriptedLosses, monkeypatch: pytest.MonkeyPatch
+    script: ScriptedLosses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    del completes
-
     def program(world: World, _generations: Any) -> int:
         run = Scripted(world)
 
@@ -289,10 +278,8 @@ def test_an_evaluation_that_fails_on_the_worker_ahead_fails_on_the_one_behind(
 
 @pytest.mark.parametrize("completes", [(), (1,)])
 def test_two_trainers_and_groups_of_the_callers_own_continue(
-    completes: tuple[int, ...], finished: str, script: ScriptedLosses, monkeypatch: pytest.MonkeyPatch
+    finished: str, script: ScriptedLosses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    del completes
-
     def program(world: World, generations: Any) -> Any:
         first, second = Scripted(world), Scripted(world)
         closed = Scripted(world)
@@ -376,10 +363,9 @@ def test_workers_join_before_a_step_of_the_trainer_that_steps_when_the_first_one
 
 @pytest.mark.parametrize("completes", [()])
 def test_others_are_met_before_a_step_although_no_call_has_failed(
-    completes: tuple[int, ...], finished: str, script: ScriptedLosses, monkeypatch: pytest.MonkeyPatch
+    finished: str, script: ScriptedLosses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker is lost that the others do not need: one that was to join."""
-    del completes
 
     def program(world: World, generations: Any) -> Any:
         run = Scripted(world)
@@ -446,3 +432,32 @@ def test_a_new_worker_with_other_trainers_than_the_others_says_so(is_kept: bool,
             member.join()
 
     run_ranks(2, program)
+
+
+# -- What is said of a loss --------------------------------------------------------------------------------------------
+
+
+def continued(*, world_size: int, repeats_step: bool) -> Continued:
+    return Continued(
+        generation=1,
+        lost=(LostWorker(rank=0, pid=41, reason="killed by SIGKILL"), LostWorker(rank=2, pid=43, reason="gone")),
+        world_size=world_size,
+        shards=(range(3), range(3, 4))[:world_size],
+        cursor=Cursor(1, 4),
+        repeats_step=repeats_step,
+        seconds=0.05,
+    )
+
+
+def test_one_line_says_who_was_lost_what_is_repeated_and_who_runs_what() -> None:
+    assert str(continued(world_size=2, repeats_step=True)) == (
+        "Rank 0 (pid 41) killed by SIGKILL; rank 2 (pid 43) gone. 2 workers continue with epoch 2, step 5, which is "
+        "repeated, after 0.05 s. Shards: rank 0: 0 to 2, rank 1: 3. No sample is lost, and no bit of the result "
+        "changes. (LS604)"
+    )
+
+
+def test_a_loss_between_two_steps_repeats_none() -> None:
+    assert "1 worker continues before epoch 2, step 5, after 0.05 s." in str(
+        continued(world_size=1, repeats_step=False)
+    )
