@@ -1,6 +1,9 @@
 """What groups say that they can, and where their ranks are."""
 
+import os
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.comm import GroupCapabilities, allocate_buffer, capabilities_of
-from lockstep.comm.hosts import GroupHosts, known_hosts
+from lockstep.comm.hosts import GroupHosts, host_identity, known_hosts
 
 CPU = torch.device("cpu")
 
@@ -102,3 +105,36 @@ def test_the_error_for_a_group_of_before_says_where_to_make_it_again(backend: st
     make(backend, check=True)
     with pytest.raises(ValueError, match=r"that was destroyed, as all groups are .* trainer\.on_new_world"):
         dist.all_reduce(torch.ones(2), group=old)
+
+
+# -- Who may share memory with whom ------------------------------------------------------------------------------------
+
+
+def test_processes_of_one_host_have_one_identity() -> None:
+    mine = host_identity()
+    assert mine == host_identity()
+    assert mine.startswith("boot ")
+    assert f"uid {os.geteuid()}" in mine
+    for space in ("pid:[", "net:[", "user:["):
+        assert space in mine
+
+
+def test_another_user_has_another_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = host_identity()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert host_identity() != mine
+
+
+def test_without_linux_a_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert host_identity().startswith("alone, shared memory without names needs Linux, not darwin")
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "pidfd_open"])
+def test_a_kernel_that_lacks_a_call_is_alone(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def refuse(*_: Any) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, call, refuse)
+    assert host_identity().startswith("alone, this kernel")
+    assert "Operation not permitted" in host_identity()

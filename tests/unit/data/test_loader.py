@@ -2,16 +2,19 @@ import gc
 import multiprocessing
 import random
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.comm import World
 from lockstep.data import ShardedBatch, ShardedLoader
+from lockstep.data.keyed import OwnGenerators, read_columns
+from lockstep.engine.networks import find_networks, networks_walk
 from lockstep.errors import DataFileError
 
 
@@ -75,12 +78,6 @@ def test_an_epoch_sees_each_sample_once(shuffle: bool) -> None:
     assert sorted(seen) == list(range(23))
 
 
-def test_the_last_batch_is_smaller_and_says_so() -> None:
-    sizes = [batch.num_samples for batch in loader().epoch(0)]
-    assert sizes == [8, 8, 7]
-    assert len(loader()) == 3
-
-
 @pytest.mark.parametrize("sizes", [{"num_shards": "4"}, {"batch_size": 20.5}, {"batch_size": True}, {"seed": 1.0}])
 def test_a_size_that_is_no_whole_number_is_told_when_the_loader_is_made(sizes: dict[str, Any]) -> None:
     options = {"batch_size": 8, "num_shards": 1} | sizes
@@ -90,6 +87,8 @@ def test_a_size_that_is_no_whole_number_is_told_when_the_loader_is_made(sizes: d
 
 
 def test_drop_last_leaves_out_the_smaller_last_batch_of_an_epoch_and_not_of_an_evaluation() -> None:
+    assert [batch.num_samples for batch in loader().epoch(0)] == [8, 8, 7]
+    assert len(loader()) == 3
     dropping = loader(drop_last=True)
     batches = list(dropping.epoch(0))
     assert [batch.num_samples for batch in batches] == [8, 8]
@@ -98,8 +97,6 @@ def test_drop_last_leaves_out_the_smaller_last_batch_of_an_epoch_and_not_of_an_e
     assert sum(batch.num_samples for batch in dropping.fixed_assignment_epoch()) == 23
     assert dropping.source != loader().source
     assert len(loader(drop_last=True, length=24)) == 3
-    with pytest.raises(ValueError, match="drop_last=True leaves out all of them"):
-        loader(drop_last=True, length=7)
 
 
 def test_a_last_batch_smaller_than_the_shards_leaves_slices_out() -> None:
@@ -265,31 +262,27 @@ def test_generators_of_the_data_sets_own_are_seeded_for_each_sample() -> None:
             found.update(sample for batch in whole.epoch(0) for part in batch.slices for sample in part.data)
         return found
 
+    data = OwnNoise()
+    before = data.generator.get_state()
+    list(ShardedLoader(data, batch_size=8, num_shards=4, collate_fn=list).epoch(0))
+    assert torch.equal(data.generator.get_state(), before), "it is left as it was"
     alone = draw(1)
     assert len({tuple(values) for values in alone.values()}) == 23
     assert alone == draw(3) == draw(1, num_workers=2)
 
 
-def test_a_data_sets_own_generator_is_left_as_it_was() -> None:
-    data = OwnNoise()
-    before = data.generator.get_state()
-    list(ShardedLoader(data, batch_size=8, num_shards=4, collate_fn=list).epoch(0))
-    assert torch.equal(data.generator.get_state(), before)
-
-
-def test_a_batch_smaller_than_the_shards_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch_size is 3 and num_shards is 4"):
-        loader(batch_size=3)
-
-
-def test_an_empty_data_set_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        loader(length=0)
-
-
-def test_a_step_outside_the_epoch_is_refused() -> None:
-    with pytest.raises(ValueError, match="have 3 steps"):
-        loader().epoch(0, start_step=4)
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: loader(batch_size=3), "batch_size is 3 and num_shards is 4"),
+        (lambda: loader(length=0), "empty"),
+        (lambda: loader().epoch(0, start_step=4), "have 3 steps"),
+        (lambda: loader(drop_last=True, length=7), "drop_last=True leaves out all of them"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
 
 
 def test_a_data_set_that_grows_or_shrinks_is_refused() -> None:
@@ -332,3 +325,193 @@ def test_samples_of_other_shapes_are_named() -> None:
     with pytest.raises(RuntimeError, match="stack") as caught:
         next(loader.epoch(2))
     assert caught.value.__notes__ == ["These samples of the data set do not make a batch: 0, 1."]
+
+
+# -- An epoch that continues with other workers ------------------------------------------------------------------------
+
+
+Contents = dict[tuple[int, int], list[list[float]]]
+
+
+class Workers:
+    """Loaders of several workers in one process; rank and number of each may change."""
+
+    def __init__(self, worlds: list[World], **options: Any) -> None:
+        self.worlds = worlds
+        settings = {"batch_size": 8, "num_shards": 4, "seed": 5} | options
+        self.loaders = [ShardedLoader(Noisy(30), world=self.ask(place), **settings) for place in range(len(worlds))]
+
+    def ask(self, place: int) -> Callable[[], World]:
+        return lambda: self.worlds[place]
+
+
+def world(rank: int, world_size: int) -> World:
+    return World(rank=rank, world_size=world_size, group=None)
+
+
+def undisturbed(epoch: int = 1) -> Contents:
+    return contents(list(ShardedLoader(Noisy(30), world=world(0, 1), batch_size=8, num_shards=4, seed=5).epoch(epoch)))
+
+
+def steps_of(found: Contents, steps: set[int]) -> Contents:
+    return {key: value for key, value in found.items() if key[0] in steps}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("lost", "left"), [(0, [1, 2]), (1, [0, 2]), (2, [0]), (0, [2])])
+def test_remaining_workers_load_what_a_lost_one_had(lost: int, left: list[int], num_workers: int) -> None:
+    workers = Workers([world(rank, 3) for rank in range(3)], num_workers=num_workers)
+    epochs = [loader.epoch(1) for loader in workers.loaders]
+    before = contents([next(epoch) for epoch in epochs])
+    batches = [next(epoch) for epoch in epochs]
+    for rank, place in enumerate(left):
+        workers.worlds[place] = world(rank, len(left))
+    repeated = contents([batches[place].for_present_workers() for place in left])
+    after: Contents = {}
+    for place in left:
+        after |= contents(list(epochs[place]))
+    assert before | repeated | after == undisturbed()
+    assert lost not in left
+
+
+def test_a_worker_keeps_the_slices_that_it_has() -> None:
+    workers = Workers([world(rank, 2) for rank in range(2)])
+    batch = next(workers.loaders[1].epoch(0))
+    workers.worlds[1] = world(0, 1)
+    again = batch.for_present_workers()
+    assert {part.shard for part in again.slices} == {0, 1, 2, 3}
+    assert all(any(part is each for each in again.slices) for part in batch.slices)
+
+
+def test_a_batch_of_earlier_workers_can_be_cut_for_later_ones_more_than_once() -> None:
+    workers = Workers([world(0, 1)])
+    batches: list[ShardedBatch] = list(workers.loaders[0].epoch(1))  # all were loaded before the workers changed
+    workers.worlds[0] = world(1, 2)
+    mine = contents([batch.for_present_workers() for batch in batches])
+    workers.worlds[0] = world(0, 2)
+    others = contents([batch.for_present_workers() for batch in batches])
+    assert mine.keys().isdisjoint(others)
+    assert mine | others == undisturbed()
+
+
+def test_an_epoch_continues_with_more_workers() -> None:
+    workers = Workers([world(0, 1), world(1, 2)])
+    first = workers.loaders[0].epoch(1)
+    before = contents([next(first)])
+    workers.worlds[0] = world(0, 2)
+    batch = next(first)  # loaded for the workers of before: the loader does not ask in mid-epoch
+    assert len(batch.ranges) == 1
+    batches = [batch.for_present_workers(), *first, *workers.loaders[1].epoch(1, start_step=1)]
+    assert before | contents(batches) == undisturbed()
+    assert len(batches) == 2 * 3
+
+
+def test_more_workers_than_shards_are_refused() -> None:
+    workers = Workers([world(0, 1)])
+    batch = next(workers.loaders[0].epoch(0))
+    workers.worlds[0] = world(0, 5)
+    with pytest.raises(ValueError, match="5 workers"):
+        batch.for_present_workers()
+
+
+# -- Columns of tensors are read at once -------------------------------------------------------------------------------
+
+
+class Drawing(TensorDataset):
+    """A data set that looks like torch's, and draws."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return (self.tensors[0][index] + torch.rand(()),)
+
+
+def columns() -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return torch.randn(9, 2, 3), torch.arange(9), torch.rand(9, 4).bfloat16(), torch.rand(9) > 0.5
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        TensorDataset(*columns()),
+        Subset(TensorDataset(*columns()), [8, 7, 6, 5, 4, 3, 2, 1, 0]),
+        Subset(Subset(TensorDataset(*columns()), range(9)), [0, 2, 4, 6, 8]),
+    ],
+)
+def test_columns_are_what_collating_samples_gives(data: Dataset[Any]) -> None:
+    indices = [3, 0, 4, 4]
+    expected = default_collate([data[index] for index in indices])
+    found = read_columns(data, indices)
+    assert found is not None
+    assert type(found) is type(expected)
+    for ours, collated in zip(found, expected, strict=True):
+        assert (ours.dtype, ours.stride()) == (collated.dtype, collated.stride())
+        assert torch.equal(ours, collated)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Drawing(torch.zeros(9)),
+        ConcatDataset([TensorDataset(torch.zeros(9))]),
+        Subset(TensorDataset(torch.zeros(9)), [-1] * 9),
+        Subset(TensorDataset(torch.zeros(2)), range(9)),
+        TensorDataset(torch.zeros(9, requires_grad=True)),
+        TensorDataset(torch.zeros(2, 9).t()),
+        TensorDataset(torch.zeros(9, dtype=torch.complex64).conj()),
+    ],
+)
+def test_what_may_give_something_else_is_asked_sample_by_sample(data: Dataset[Any]) -> None:
+    assert read_columns(data, [3, 0, 4]) is None
+
+
+def test_a_sample_outside_of_the_tensors_is_the_data_sets_own_error() -> None:
+    data = Subset(TensorDataset(torch.zeros(4)), range(9))
+    loader = ShardedLoader(data, batch_size=9, num_shards=1, world=World(rank=0, world_size=1, group=None))
+    with pytest.raises(IndexError, match="out of bounds"):
+        list(loader.epoch(0))
+
+
+def test_a_subclass_that_draws_gets_a_random_state_for_each_sample() -> None:
+    world = World(rank=0, world_size=1, group=None)
+
+    def load(num_shards: int) -> list[float]:
+        loader = ShardedLoader(
+            Drawing(torch.zeros(8)), batch_size=8, num_shards=num_shards, seed=3, shuffle=False, world=world
+        )
+        return [value for batch in loader.epoch(0) for part in batch.slices for value in part.data[0].tolist()]
+
+    assert load(1) == load(4)
+    assert len(set(load(1))) == 8
+
+
+# -- Random generators that an object holds are found, whatever else it holds ------------------------------------------
+
+
+def test_tensors_as_keys_are_not_printed() -> None:
+    # The state of an optimizer has them. Their text took 70 ms in each search; a loss that mentions its trainer leads
+    # there, and the first steps of each set of workers search.
+    class Key(torch.Tensor):
+        def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
+            raise AssertionError("printed")
+
+    key, generator, network = torch.ones(2).as_subclass(Key), random.Random(0), torch.nn.Linear(1, 1)
+    state = {key: {"generator": generator, "network": network}}
+    assert [found.path for found in OwnGenerators([("", state)]).find()] == [".0.generator"]
+    assert find_networks(networks_walk([state]), torch.nn.Linear(1, 1)) == {"0.network": network}
+
+
+def test_generators_under_objects_are_told_apart_by_their_places_alone() -> None:
+    # The text of an object has its address: the seed of a generator under it was another one on each worker.
+    class Key:
+        def __repr__(self) -> str:
+            raise AssertionError("printed")
+
+    held = {Key(): random.Random(1), "named": torch.Generator(), Key(): random.Random(2)}
+    assert [(each.path, each.generator) for each in OwnGenerators([("", held)]).find()] == [
+        (f".{name}", generator) for name, generator in zip(["0", "named", "2"], held.values(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("root", [torch.zeros(2), random.Random, 3, None])
+def test_there_are_none_in_what_holds_nothing(root: object) -> None:
+    assert OwnGenerators([("", root)]).find() == []

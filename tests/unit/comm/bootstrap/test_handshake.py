@@ -1,8 +1,10 @@
 """The startup handshake: who is there, who is not, and who has other settings. A thread per worker, one store."""
 
+import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, final
@@ -13,6 +15,8 @@ from torch.distributed import HashStore, Store
 
 from lockstep.comm.bootstrap import handshake
 from lockstep.comm.bootstrap.handshake import Announcement, report_duplicate_rank, run_handshake
+from lockstep.comm.hosts import GroupMembers, find_hosts
+from lockstep.comm.stored_values import Deadline, read_record, to_stored
 from lockstep.errors import GroupError
 
 Outcome = int | str | None
@@ -68,6 +72,21 @@ def worker(rank: int, world_size: int = 3, backend: str = "gloo", process: str |
     return Announcement(rank=rank, world_size=world_size, backend=backend, process=name, token=name)
 
 
+@contextmanager
+def answering(store: Store, *workers: Announcement, **options: Any) -> Iterator[list[Outcome]]:
+    """Let workers answer while the block runs; yield what becomes of them, which is there after it."""
+    outcomes: list[Outcome] = []
+    threads = [
+        threading.Thread(target=lambda me=me: outcomes.append(answer(store, me, **options)))  # type: ignore[misc]
+        for me in workers
+    ]
+    for thread in threads:
+        thread.start()
+    yield outcomes
+    for thread in threads:
+        thread.join()
+
+
 def world(*ranks: int, life: str = "") -> list[Announcement]:
     return [worker(rank, len(ranks), process=f"process {place}{life}") for place, rank in enumerate(ranks)]
 
@@ -88,12 +107,9 @@ def answer(store: Store, me: Announcement, **options: Any) -> Outcome:
 def give_up(patient: Announcement, impatient: Announcement, **options: Any) -> list[Outcome]:
     """Let two workers meet, and one of them, with these options, give up while the other waits on."""
     store = HashStore()
-    outcomes: list[Outcome] = []
-    waiting = threading.Thread(target=lambda: outcomes.append(answer(store, patient)))
-    waiting.start()
-    store.wait([f"lockstep/0/handshake/place/{patient.rank}"], LONG)
-    outcomes.append(answer(store, impatient, **options))
-    waiting.join()
+    with answering(store, patient) as outcomes:
+        store.wait([f"lockstep/0/handshake/place/{patient.rank}"], LONG)
+        outcomes.append(answer(store, impatient, **options))
     return outcomes
 
 
@@ -131,14 +147,9 @@ def assert_all_meet_later(outcomes: list[Outcome]) -> None:
     assert outcomes[0] > 0
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_a_complete_world_meets(call: Call, world_size: int) -> None:
-    assert call(HashStore(), world(*range(world_size))) == [0] * world_size
-
-
 def test_each_group_over_a_store_gets_a_generation_of_its_own(call: Call) -> None:
     store = HashStore()
-    assert [call(store, world(0, 1)) for _ in range(3)] == [[0, 0], [1, 1], [2, 2]]
+    assert [call(store, world(*range(size))) for size in (2, 2, 5, 1)] == [[0] * 2, [1] * 2, [2] * 5, [3]]
 
 
 def test_new_processes_meet_in_a_store_that_outlived_the_old_ones(call: Call) -> None:
@@ -148,21 +159,18 @@ def test_new_processes_meet_in_a_store_that_outlived_the_old_ones(call: Call) ->
     assert call(store, world(0, 1, 2, life=" of the third")) == [2, 2, 2]
 
 
-def test_two_workers_with_one_rank_are_named_to_all_at_once(call: Call) -> None:
+@pytest.mark.parametrize(
+    ("workers", "said"),
+    [
+        (world(0, 1, 1), ("Two workers have rank 1 of 3", "process 1", "process 2", "0 to 2")),
+        ([worker(0, 3), worker(1, 2), worker(2, 3)], ("different world sizes", "rank 1 (process 1)", "WORLD_SIZE")),
+        ([worker(0), worker(1, backend="nccl"), worker(2)], ("rank 1 (process 1)", "'nccl'", "'gloo'", "same backend")),
+    ],
+)
+def test_what_differs_is_named_to_all_at_once(call: Call, workers: list[Announcement], said: tuple[str, ...]) -> None:
     start = time.monotonic()
-    outcomes = call(HashStore(), world(0, 1, 1))
-    assert_all_raise(outcomes, "Two workers have rank 1 of 3", "process 1", "process 2", "0 to 2")
+    assert_all_raise(call(HashStore(), workers), *said)
     assert time.monotonic() - start < 10
-
-
-def test_different_world_sizes_are_named_to_all_at_once(call: Call) -> None:
-    outcomes = call(HashStore(), [worker(0, 3), worker(1, 2), worker(2, 3)])
-    assert_all_raise(outcomes, "different world sizes", "rank 1 (process 1)", "WORLD_SIZE")
-
-
-def test_different_backends_are_named_to_all_at_once(call: Call) -> None:
-    outcomes = call(HashStore(), [worker(0), worker(1, backend="nccl"), worker(2)])
-    assert_all_raise(outcomes, "rank 1 (process 1)", "'nccl'", "'gloo'", "same backend")
 
 
 def test_missing_ranks_are_named() -> None:
@@ -191,13 +199,10 @@ def test_the_first_whose_time_is_up_ends_it_for_all() -> None:
     assert_all_raise(outcomes, "Rank 2 did not connect")
 
 
-def test_what_keeps_one_worker_away_is_told_to_all(call: Call) -> None:
+def test_what_keeps_one_worker_away_is_told_to_all() -> None:
     store = HashStore()
-    outcomes: list[Outcome] = []
-    well = threading.Thread(target=lambda: outcomes.extend(call(store, [worker(0), worker(2)])))
-    well.start()
-    outcomes.append(answer(store, worker(1), problem="Rank 1 has no nccl."))
-    well.join()
+    with answering(store, worker(0), worker(2)) as outcomes:
+        outcomes.append(answer(store, worker(1), problem="Rank 1 has no nccl."))
     assert outcomes == ["Rank 1 has no nccl."] * 3
 
 
@@ -206,27 +211,18 @@ def test_a_worker_that_cannot_take_part_does_not_wait_for_the_others() -> None:
     assert answer(HashStore(), worker(1), problem="Rank 1 has no nccl.") == "Rank 1 has no nccl."
 
 
-def test_a_difference_between_workers_says_more_than_that_one_cannot_take_part(call: Call) -> None:
+def test_a_difference_between_workers_says_more_than_that_one_cannot_take_part() -> None:
     store = HashStore()
-    outcomes: list[Outcome] = []
-    asks = threading.Thread(target=lambda: outcomes.append(answer(store, worker(1, 2, "nccl"), problem="None here.")))
-    asks.start()
-    outcomes.append(answer(store, worker(0, 2)))
-    asks.join()
+    with answering(store, worker(1, 2, "nccl"), problem="None here.") as outcomes:
+        outcomes.append(answer(store, worker(0, 2)))
     assert_all_raise(outcomes, "'nccl'", "'gloo'")
 
 
 def test_a_late_worker_hears_of_the_mistake() -> None:
     store = HashStore()
-    outcomes: list[Outcome] = []
-    pair = [worker(0), worker(1, backend="nccl")]
-    threads = [threading.Thread(target=lambda me=me: outcomes.append(answer(store, me))) for me in pair]
-    for thread in threads:
-        thread.start()
-    store.wait(["lockstep/0/handshake/decision"], LONG)  # the two now wait for the third to hear it
-    outcomes.append(answer(store, worker(2)))
-    for thread in threads:
-        thread.join()
+    with answering(store, worker(0), worker(1, backend="nccl")) as outcomes:
+        store.wait(["lockstep/0/handshake/decision"], LONG)  # the two now wait for the third to hear it
+        outcomes.append(answer(store, worker(2)))
     assert_all_raise(outcomes, "different backends")
 
 
@@ -283,54 +279,106 @@ def test_a_worker_that_comes_before_rank_0_has_left_is_asked_to_open_the_next_st
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", served.port, is_master=False)
     hosted = {"hosted_at": "there:29500"}
-    outcomes: list[Outcome] = []
-    slow = threading.Thread(target=answer, args=(served, world(0, 1)[0]), kwargs=hosted)
-    slow.start()
-    outcomes.append(answer(client, world(0, 1)[1], **hosted))
-    slow.join()
-    fast = threading.Thread(target=lambda: outcomes.append(answer(client, world(0, 1)[1], **hosted)))
-    fast.start()
-    served.wait(["lockstep/1/handshake/place/1"], LONG)
-    del served, slow
-    fast.join()
-    assert outcomes == [0, None]
+    slow, fast = world(0, 1)
+    with answering(served, slow, **hosted):
+        assert answer(client, fast, **hosted) == 0
+    with answering(client, fast, **hosted) as outcomes:
+        served.wait(["lockstep/1/handshake/place/1"], LONG)
+        del served
+    assert outcomes == [None]
 
 
 def test_a_store_that_is_lost_is_named() -> None:
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", served.port, is_master=False)
-    outcomes: list[Outcome] = []
-    waiting = threading.Thread(target=lambda: outcomes.append(answer(client, worker(1), hosted_at="there:29500")))
-    waiting.start()
-    served.wait(["lockstep/0/handshake/taken"], LONG)
-    del served
-    waiting.join()
+    with answering(client, worker(1), hosted_at="there:29500") as outcomes:
+        served.wait(["lockstep/0/handshake/taken"], LONG)
+        del served
     assert_all_raise(outcomes, "Rank 1 lost the store at there:29500, which rank 0 serves")
 
 
-def test_a_second_rank_0_is_named_to_all_of_its_world(call: Call) -> None:
+def test_a_second_rank_0_is_named_to_all_of_its_world() -> None:
     store = HashStore()
-    outcomes: list[Outcome] = []
-    others = threading.Thread(target=lambda: outcomes.extend(call(store, [worker(0), worker(1)])))
-    others.start()
-    with pytest.raises(GroupError, match="Two workers have rank 0 of 3") as raised:
+    with (
+        answering(store, worker(0), worker(1)) as outcomes,
+        pytest.raises(GroupError, match="Two workers have rank 0 of 3") as raised,
+    ):
         report_duplicate_rank(store, worker(0, process="another"))
-    others.join()
     assert_all_raise([*outcomes, str(raised.value)])
 
 
-def test_another_training_is_left_alone(call: Call) -> None:
+def test_another_training_is_left_alone() -> None:
     store = HashStore()
-    outcomes: list[Outcome] = []
-    others = threading.Thread(target=lambda: outcomes.extend(call(store, [worker(0), worker(1)])))
-    others.start()
     stranger = worker(0, world_size=8, process="another")
-    assert report_duplicate_rank(store, stranger) == "process 0"
-    outcomes.append(answer(store, worker(2)))
-    others.join()
+    with answering(store, worker(0), worker(1)) as outcomes:
+        assert report_duplicate_rank(store, stranger) == "process 0"
+        outcomes.append(answer(store, worker(2)))
     assert outcomes == [0, 0, 0]
     assert report_duplicate_rank(store, replace(stranger, world_size=3)) == "process 0"
 
 
 def test_a_store_without_a_handshake_is_nobodys() -> None:
     assert not report_duplicate_rank(HashStore(), worker(0))
+
+
+# -- Whatever a stranger writes into the store of a rendezvous, the workers say so in one message ----------------------
+
+
+ME = Announcement(rank=0, world_size=1, backend="shm", process="process 1 on host a", token="t")
+GARBAGE = [
+    *("", "bad", "null", "[]", "{}", '{"rank": 0}', "1e999", "[" * 100_000, b"\xff\x00"),
+    *(to_stored(ME).replace('"shm"', "[1]"), to_stored(ME).replace(": 0", ": true"), to_stored(ME)[:-1] + ', "a": 1}'),
+]
+TIMEOUT = timedelta(seconds=20)
+
+
+def test_what_a_worker_has_written_is_read() -> None:
+    assert read_record("key", to_stored(ME).encode(), Announcement) == ME
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("key", ["lockstep/0/handshake/first", "lockstep/0/handshake/place/0", "lockstep/decided"])
+def test_garbage_under_a_key_of_the_handshake_is_named(
+    key: str, garbage: str | bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A raw ValueError or TypeError ended the run, and named no key.
+    store = HashStore()
+    store.set(key, garbage)
+    if garbage == "" and key != "lockstep/decided":
+        pytest.skip("an empty value is that of a key that is not set")
+    monkeypatch.setattr(handshake, "RESPONSE_SECONDS", 0.1)
+    with pytest.raises(GroupError, match=f"under the key '{key.rpartition('handshake/')[2]}', which no worker"):
+        run_handshake(store, ME, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_garbage_instead_of_a_host_or_a_decision_is_named(garbage: str | bytes) -> None:
+    store = HashStore()
+    store.set("host/1", garbage)
+    with pytest.raises(GroupError, match="under the key 'host/1'"):
+        find_hosts(store, 0, GroupMembers(global_ranks=range(2)), Deadline.after(TIMEOUT))
+    store.set("lockstep/0/handshake/decision", garbage)
+    with pytest.raises(GroupError, match="under the key 'decision'"):
+        run_handshake(store, ME, timeout=TIMEOUT)
+
+
+class ForgedStore(HashStore):
+    """A store into which a stranger writes after each rank has."""
+
+    forged = ("host/0", "")
+
+    def set(self, key: str, value: str) -> None:
+        super().set(key, value)
+        super().set(*self.forged)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("forged", [["alone, of my choice", "there"], ["elsewhere", "there"], ["boot 1", "a\nb"]])
+def test_a_forged_host_does_not_move_ranks_out_of_shared_memory(forged: list[str], rank: int) -> None:
+    # A well-formed value was believed: the ranks took Gloo, and printed the stranger's text as the reason.
+    store = ForgedStore()
+    for peer in range(2):
+        HashStore.set(store, f"host/{peer}", json.dumps(["boot 1", "here"]))
+    store.forged = (f"host/{rank if forged[0].startswith('alone') else 1 - rank}", json.dumps(forged))
+    with pytest.raises(GroupError, match=r"under the key 'host/[01]', which no worker"):
+        find_hosts(store, rank, GroupMembers(global_ranks=range(2)), Deadline.after(TIMEOUT))

@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 
-from lockstep.comm.bootstrap.identity import WorldVariables, find_world, is_announced
+from lockstep.comm.bootstrap.identity import (
+    WorldVariables,
+    expand_node_list,
+    expand_tasks_per_node,
+    find_world,
+    is_announced,
+)
 from lockstep.errors import GroupError
 from lockstep.settings import Settings
 
@@ -51,6 +57,7 @@ PYTORCHJOB = {
     "PET_NNODES": "2",
     "PET_NPROC_PER_NODE": "1",
 }
+OWN = {"RANK": "7", "WORLD_SIZE": "12", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
 ADDRESS = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "4444"}
 
 
@@ -73,11 +80,19 @@ def numbers(found: WorldVariables) -> tuple[Any, ...]:
         (OPEN_MPI, ("1", "2", "1", "2"), "127.0.0.1"),
         (INTEL_MPI | ADDRESS, ("3", "4", "1", "2"), "10.1.2.3"),
         (PYTORCHJOB, ("1", "2", None, None), "train-master-0"),
+        (SLURM | {"SLURM_STEP_NODELIST": "gpu07"}, ("2", "3", "0", "1"), "127.0.0.1"),  # no name needs to be resolved
+        (SLURM | ADDRESS, ("2", "3", "0", "1"), "10.1.2.3"),
+        (SLURM | {"RANK": "2", "WORLD_SIZE": "3"}, ("2", "3", "0", "1"), "gpu07"),
+        # A launcher in each task may start several workers, and mpirun's daemons have Slurm's numbers.
+        (SLURM | TORCHRUN, ("5", "8", "1", "4"), "gpu1"),
+        (OPEN_MPI | TORCHRUN, ("5", "8", "1", "4"), "gpu1"),
+        (SLURM | OPEN_MPI, ("1", "2", "1", "2"), "127.0.0.1"),
+        (SLURM | OWN, ("7", "12", "3", "4"), None),
+        ({"WORLD_SIZE": "2"}, (None, "2", None, None), None),
     ],
-    ids=["torchrun", "slurm", "open-mpi", "intel-mpi", "kubernetes"],
 )
 def test_the_variables_of_every_launcher_are_read(
-    environment: Mapping[str, str], place: tuple[Any, ...], address: str
+    environment: Mapping[str, str], place: tuple[Any, ...], address: str | None
 ) -> None:
     found = world(environment)
     assert numbers(found) == place
@@ -93,15 +108,6 @@ def test_tasks_of_a_step_agree_on_a_port_and_steps_do_not() -> None:
     assert world(SLURM, SLURM_STEP_RESV_PORTS="12000-12003").master_port == "12000"
 
 
-def test_on_one_node_no_name_needs_to_be_resolved() -> None:
-    assert world(SLURM, SLURM_STEP_NODELIST="gpu07").master_addr == "127.0.0.1"
-
-
-def test_the_address_that_the_user_sets_is_used() -> None:
-    found = world(SLURM, ADDRESS)
-    assert (found.master_addr, found.master_port) == ("10.1.2.3", "4444")
-
-
 @pytest.mark.parametrize(
     "environment", [{}, BATCH_SCRIPT, {"SLURM_JOB_ID": "3"}, SLURM | {"SLURM_STEP_NUM_TASKS": "1"}]
 )
@@ -109,32 +115,8 @@ def test_a_process_alone_is_not_announced(environment: Mapping[str, str]) -> Non
     assert not is_announced(world(environment))
 
 
-def test_a_size_without_a_rank_is_not_overlooked() -> None:
-    assert is_announced(world(WORLD_SIZE="2"))
-
-
-def test_torchrun_counts_under_srun_and_mpirun_too() -> None:
-    assert numbers(world(SLURM, TORCHRUN)) == ("5", "8", "1", "4")
-    assert numbers(world(OPEN_MPI, TORCHRUN)) == ("5", "8", "1", "4")
-
-
-def test_mpirun_counts_under_slurm_whose_numbers_are_those_of_its_daemons() -> None:
-    assert numbers(world(SLURM, OPEN_MPI)) == ("1", "2", "1", "2")
-
-
 def test_srun_that_speaks_pmi_is_slurm() -> None:
     assert world(SLURM, PMI_RANK="2", PMI_SIZE="3").launcher == "Slurm"
-
-
-def test_a_launcher_in_each_task_may_start_several_workers() -> None:
-    mine = {"RANK": "7", "WORLD_SIZE": "12", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
-    assert numbers(world(SLURM, mine)) == ("7", "12", "3", "4")
-
-
-def test_variables_that_agree_are_completed() -> None:
-    found = world(SLURM, RANK="2", WORLD_SIZE="3")
-    assert numbers(found) == ("2", "3", "0", "1")
-    assert found.master_addr == "gpu07"
 
 
 @pytest.mark.parametrize(
@@ -206,3 +188,34 @@ def test_rank_0_on_another_node_than_the_first_needs_an_address() -> None:
 def test_a_list_of_nodes_that_cannot_be_read_is_shown() -> None:
     with pytest.raises(GroupError, match=r"gpu\[1-.*Set MASTER_ADDR"):
         world(SLURM, SLURM_STEP_NODELIST="gpu[1-")
+
+
+# -- Slurm's lists, as `scontrol show hostnames` expands them ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("gpu7", ["gpu7"]),
+        ("login,gpu7", ["login", "gpu7"]),
+        ("gpu[1-3]", ["gpu1", "gpu2", "gpu3"]),
+        ("gpu[08-11]", ["gpu08", "gpu09", "gpu10", "gpu11"]),
+        ("gpu[1-2,007,10]", ["gpu1", "gpu2", "gpu007", "gpu10"]),
+        ("a[1-2],b[3],c", ["a1", "a2", "b3", "c"]),
+        ("rack[1-2]n[01-02]-ib", ["rack1n01-ib", "rack1n02-ib", "rack2n01-ib", "rack2n02-ib"]),
+    ],
+)
+def test_a_list_of_nodes_is_expanded_in_its_order(text: str, names: list[str]) -> None:
+    assert expand_node_list(text) == names
+
+
+@pytest.mark.parametrize("text", ["", "gpu[1-", "gpu1]", "gpu[a-b]", "gpu[[1]]", "gpu1,", "gpu[]"])
+def test_what_is_no_list_of_nodes_is_shown(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a list of nodes"):
+        expand_node_list(text)
+
+
+def test_tasks_per_node_are_expanded() -> None:
+    assert expand_tasks_per_node("4(x2),1") == [4, 4, 1]
+    with pytest.raises(ValueError, match="is not a list of tasks"):
+        expand_tasks_per_node("4x2")

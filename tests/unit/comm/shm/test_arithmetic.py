@@ -1,7 +1,7 @@
 """The order of addition, and adding blockwise in place, within one process."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lockstep.comm.shm.arithmetic import Reduction, Step, reduce_into, reduction, schedule, schedule_nodes
+from lockstep.comm.shm.arguments import check_writable, copy_into, flatten, premultiply, write_back
+from lockstep.comm.shm.arithmetic import Step, reduce_into, reduction, schedule, schedule_nodes
 from lockstep.shards import add_in_tree_order, partial_nodes, shard_range
 from lockstep.shards.tree import Node
 
@@ -49,12 +50,6 @@ def test_partials_are_added_in_the_order_of_the_tree(size: int, num_shards: int)
     names = [f"{start}:{stop}" for start, stop in nodes]
     expected = add_in_tree_order(dict(zip(nodes, names, strict=True)), num_shards, bracket)
     assert played(schedule_nodes(tuple(nodes), num_shards), names) == expected
-
-
-@pytest.mark.parametrize("size", [2, 3, 8, 64])
-def test_scratch_grows_with_the_depth_of_the_tree(size: int) -> None:
-    registers = {step.target for step in schedule(size)} - {-1}
-    assert len(registers) < max(size.bit_length(), 2)
 
 
 def wild(rank: int, length: int) -> Tensor:
@@ -131,26 +126,6 @@ def test_operations_on_booleans(operation: Any, expected: list[bool]) -> None:
     assert out.tolist() == expected
 
 
-def test_an_average_of_one_is_itself() -> None:
-    out = torch.empty(3)
-    reduce_into(out, [torch.tensor([1.0, -2.0, 3.0])], reduction(ReduceOp.AVG, torch.float32), schedule(1))
-    assert out.tolist() == [1.0, -2.0, 3.0]
-
-
-@pytest.mark.parametrize("make", [lambda kind: kind, ReduceOp], ids=["kind", "object"])
-def test_an_operation_has_a_name_however_torch_hands_it_over(make: Callable[[Any], Any]) -> None:
-    how = reduction(make(ReduceOp.MAX), torch.float32)
-    assert (how.name, how.factor, how.is_average) == ("max", None, False)
-    assert reduction(make(ReduceOp.AVG), torch.float32).is_average
-
-
-@pytest.mark.parametrize("factor", [0.5, torch.tensor([0.5])], ids=["number", "tensor"])
-def test_a_factor_is_kept(factor: Any) -> None:
-    how: Reduction = reduction(dist._make_nccl_premul_sum(factor), torch.float32)
-    assert how.name == "premul_sum"
-    assert how.factor == factor
-
-
 @pytest.mark.parametrize(
     ("operation", "dtype", "said"),
     [
@@ -170,3 +145,61 @@ def test_what_the_cpu_cannot_do_is_refused_whatever_the_default_device() -> None
     # It was tried on the default device, and "meta" can do everything.
     with torch.device("meta"), pytest.raises(TypeError, match=r"SUM does not work on torch\.uint16"):
         reduction(ReduceOp.SUM, torch.uint16)
+
+
+# -- Reading what torch hands a process group --------------------------------------------------------------------------
+
+
+ONE = torch.arange(6.0).view(2, 3)
+
+
+@pytest.mark.parametrize("tensor", [torch.arange(4.0)[1::2][:1], torch.arange(4.0)[::2][:0]], ids=["one", "none"])
+def test_a_row_of_one_element_or_none_has_a_view_as_bytes(tensor: Tensor) -> None:
+    # Torch calls it contiguous whatever its stride, and had no view of it: broadcast broke its group.
+    flat = flatten(tensor)
+    assert flat.view(torch.uint8).nbytes == tensor.nbytes
+    assert flat.data_ptr() == tensor.data_ptr()
+
+
+def test_a_row_of_a_conjugate_view_has_its_values() -> None:
+    # A row that was itself conjugate lost what was written into its bytes.
+    tensor = torch.tensor([1 + 2j, 3 - 4j])
+    flat = flatten(tensor.conj())
+    assert not flat.is_conj()
+    write_back(tensor.conj(), flat.mul_(1j))
+    assert torch.equal(tensor, torch.tensor([1 + 2j, 3 - 4j]) * -1j)
+
+
+def test_a_factor_leaves_the_tensor_alone() -> None:
+    tensor = ONE.clone()
+    how = reduction(dist._make_nccl_premul_sum(0.5), torch.float32)
+    assert torch.equal(premultiply(tensor, how), ONE.view(-1) * 0.5)
+    assert torch.equal(tensor, ONE)
+    assert premultiply(tensor, reduction(dist.ReduceOp.SUM, torch.float32)).data_ptr() == tensor.data_ptr()
+
+
+def test_a_factor_does_not_change_the_dtype() -> None:
+    # A factor of float64 made a row of float64, which was then taken for one of float32.
+    how = reduction(dist._make_nccl_premul_sum(torch.tensor([2.0], dtype=torch.float64)), torch.float32)
+    flat = premultiply(ONE, how)
+    assert flat.dtype == torch.float32
+    assert torch.equal(flat, ONE.view(-1) * 2)
+
+
+def test_values_come_into_a_tensor_of_inference_mode() -> None:
+    # Only that mode may write into one, and the thread that takes a message is not in it.
+    with torch.inference_mode():
+        target = torch.zeros(3)
+    copy_into(target, torch.ones(3))
+    assert target.tolist() == [1.0] * 3
+
+
+def test_integers_take_no_factor() -> None:
+    with pytest.raises(TypeError, match=r"PREMUL_SUM multiplies by 0.5, which torch.int64 cannot hold"):
+        reduction(dist._make_nccl_premul_sum(0.5), torch.int64)
+
+
+def test_nothing_is_written_into_an_expanded_tensor() -> None:
+    check_writable([ONE, ONE.T, ONE[:1].expand(1, 3), ONE.to_sparse()])
+    with pytest.raises(ValueError, match=r"shape \[4, 2, 3\] is expanded"):
+        check_writable([ONE.expand(4, 2, 3)])

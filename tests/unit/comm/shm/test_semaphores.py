@@ -10,6 +10,7 @@ import pytest
 
 from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.file_layout import SEMAPHORE_BYTES
+from lockstep.comm.shm.semaphores import Sleepers
 
 
 @pytest.fixture
@@ -64,3 +65,27 @@ def test_a_semaphore_fits_its_place() -> None:
     semaphores.post(address)
     assert semaphores.wait(address, 0.01)
     assert mapping[SEMAPHORE_BYTES:] == b"x" * (mmap.PAGESIZE - SEMAPHORE_BYTES)
+
+
+# -- Threads that sleep at semaphores are woken when the group cannot be used any more ---------------------------------
+
+
+def test_all_sleeps_end_and_nobody_takes_what_woke_another_for_a_post() -> None:
+    memory = ctypes.create_string_buffer(64)
+    address = ctypes.addressof(memory)
+    semaphores.create(address)
+    sleepers = Sleepers()
+    semaphores.post(address)
+    assert sleepers.sleep(address, 50)
+    assert not sleepers.sleep(address, 0.001)
+    taken: list[bool] = []
+    threads = [threading.Thread(target=lambda: taken.append(sleepers.sleep(address, 50))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while sleepers.counts[address] < len(threads):
+        threading.Event().wait(0.001)
+    sleepers.end()
+    for thread in threads:
+        thread.join(20)
+    assert taken == [False] * 3
+    assert not sleepers.sleep(address, 50)

@@ -73,12 +73,6 @@ def test_calls_run_in_the_order_in_which_they_were_made(queue: WorkQueue) -> Non
     assert first.is_success()
 
 
-def test_a_call_goes_on_though_nobody_waits(queue: WorkQueue) -> None:
-    ran = threading.Event()
-    queue.put(ran.set, [])
-    assert ran.wait(PATIENCE)
-
-
 def test_a_synchronous_call_waits_for_those_before_it(queue: WorkQueue) -> None:
     order: list[str] = []
     gate = Gate()
@@ -128,6 +122,8 @@ def test_an_error_is_raised_wherever_the_call_is_waited_for(queue: WorkQueue, ti
     assert queue.put(lambda: None, []).wait()
     with pytest.raises(GroupError, match="it went wrong"):
         queue.run(fail, [])
+    with pytest.raises(RuntimeError, match="it went wrong"):
+        queue.put(fail, [ONE]).get_future().wait()
 
 
 def test_a_wait_may_end_before_the_call(queue: WorkQueue) -> None:
@@ -167,11 +163,6 @@ def test_a_future_holds_the_tensors(queue: WorkQueue) -> None:
     gate.opened.set()
     assert torch.equal(early.wait(), ONE + 1)
     assert work.get_future().wait()[0] is ONE
-
-
-def test_a_future_has_the_error_of_the_call(queue: WorkQueue) -> None:
-    with pytest.raises(RuntimeError, match="it went wrong"):
-        queue.put(fail, [ONE]).get_future().wait()
 
 
 def test_a_callback_may_wait_for_another_call() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import socket
 import subprocess
 from collections import OrderedDict
 from pathlib import Path
@@ -10,7 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore, PrefixStore, ProcessGroup
 
+from lockstep.channel.client import Channel
+from lockstep.comm import objects
+from lockstep.comm.bootstrap.channel_store import ChannelStore
 from lockstep.comm.objects import RefusedObjectError, pack_message, pack_plain, unpack_message, unpack_plain
 from lockstep.comm.segments import HeldPartials
 from lockstep.errors import GroupError, PeerLostError
@@ -100,3 +105,17 @@ def test_a_message_without_the_secret_is_not_read(tmp_path: Path, monkeypatch: p
         with pytest.raises(GroupError):
             unpack_message(forged[:length], SECRET, 2)
     assert not list(tmp_path.iterdir())
+
+
+# -- Gathering objects where the launcher holds the secret of the ranks ------------------------------------------------
+
+
+def test_a_group_that_the_launcher_has_given_up_is_an_error_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not one of torch's: a trainer continues after an error of the group.
+    own, launcher = socket.socketpair()
+    with launcher:
+        store = ChannelStore(Channel(own.detach(), lambda _message: None))
+        store.abandon()
+        monkeypatch.setattr(objects, "store_of", lambda _group: PrefixStore("generation/1", store))
+        with pytest.raises(GroupError, match="given up"):
+            objects.find_secret(ProcessGroup(HashStore(), 0, 1))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
+from lockstep.comm import lost_ranks
 from lockstep.comm.lost_ranks import (
     ProcessEnds,
     exchange_processes,
@@ -57,3 +58,24 @@ def _process_of(pid: int) -> object:
 def test_a_call_that_takes_too_long_is_no_ended_connection(text: str, has_ended: bool) -> None:
     assert says_connection_ended(RuntimeError(text)) == has_ended
     assert may_come_from_loss(RuntimeError(text))
+
+
+# -- What an exception that nobody catches leads to --------------------------------------------------------------------
+
+
+def test_it_is_said_what_holds_the_end_of_a_failed_process_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Under `lockstep run` the launcher waited for it, and nobody knew why.
+    monkeypatch.setattr(lost_ranks, "_END_SECONDS", 0.0)
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, name="watches")
+    thread.start()
+    try:
+        lost_ranks._tell_if_running()
+    finally:
+        over.set()
+        thread.join()
+    assert "thread 'watches', which is no daemon, holds it up. (LS605)" in capsys.readouterr().err
+    lost_ranks._tell_if_running()
+    assert "a handler of atexit holds it up" in capsys.readouterr().err
