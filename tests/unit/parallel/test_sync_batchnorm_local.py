@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -45,26 +46,16 @@ def test_alone_it_is_batchnorm_bit_for_bit(shape: tuple[int, ...], training: boo
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_every_batchnorm_is_converted() -> None:
+def test_every_batchnorm_is_converted_with_its_parameters_and_buffers() -> None:
     net = Net()
+    net.volume.weight.requires_grad_(False)
+    before = dict(net.state_dict(keep_vars=True))
     assert SyncBatchNorm.convert_sync_batchnorm(net) is net
     layers = {name for name, layer in net.named_modules(remove_duplicate=False) if isinstance(layer, SyncBatchNorm)}
     assert layers == {"first.1", "second.1", "volume", "row", "same_row", "theirs"}
     assert type(net.instance) is nn.InstanceNorm2d
-
-
-def test_a_layer_in_two_places_stays_one() -> None:
-    net = Net()
-    SyncBatchNorm.convert_sync_batchnorm(net)
     assert net.first[1] is net.second[1]
     assert net.row is net.same_row
-
-
-def test_parameters_and_buffers_are_taken_over() -> None:
-    net = Net()
-    net.volume.weight.requires_grad_(False)
-    before = dict(net.state_dict(keep_vars=True))
-    SyncBatchNorm.convert_sync_batchnorm(net)
     after = dict(net.state_dict(keep_vars=True))
     assert list(after) == list(before)
     assert all(after[name] is before[name] for name in before)
@@ -105,29 +96,37 @@ def test_a_lazy_layer_is_named_and_nothing_converted() -> None:
     assert net[1][0].num_features == 5
 
 
-def test_a_forward_that_would_be_lost_is_an_error() -> None:
-    # torch converts it, and the activation is gone without a word.
-    class BatchNormReLU(nn.BatchNorm1d):
-        def forward(self, inputs: Tensor) -> Tensor:
-            return super().forward(inputs).relu()
+class BatchNormReLU(nn.BatchNorm1d):
+    """torch converts it, and the activation is gone without a word."""
 
-    with pytest.raises(ValueError, match="The module is a BatchNormReLU, whose forward is its own and would be lost"):
-        SyncBatchNorm.convert_sync_batchnorm(BatchNormReLU(3))
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs).relu()
 
 
-def test_a_forward_that_was_set_on_the_layer_is_an_error() -> None:
-    # It was taken over, and ran the old layer: nothing was synchronised.
+def with_a_forward_set() -> nn.Module:
+    """Once it was taken over, and ran the old layer: nothing was synchronised."""
     layer = nn.BatchNorm1d(3)
     layer.forward = MethodType(nn.BatchNorm1d.forward, layer)  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="The module is a BatchNorm1d, whose forward is its own and would be lost"):
-        SyncBatchNorm.convert_sync_batchnorm(layer)
+    return layer
 
 
-def test_a_parametrized_layer_is_an_error() -> None:
+def parametrized() -> nn.Module:
     net = nn.Sequential(nn.BatchNorm1d(3))
     parametrize.register_parametrization(net[0], "weight", nn.Softplus())
-    with pytest.raises(ValueError, match="0 is a ParametrizedBatchNorm1d with parametrizations, which would be lost"):
-        SyncBatchNorm.convert_sync_batchnorm(net)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: BatchNormReLU(3), "The module is a BatchNormReLU, whose forward is its own and would be lost"),
+        (with_a_forward_set, "The module is a BatchNorm1d, whose forward is its own and would be lost"),
+        (parametrized, "0 is a ParametrizedBatchNorm1d with parametrizations, which would be lost"),
+    ],
+)
+def test_what_would_be_lost_is_an_error(make: Callable[[], nn.Module], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SyncBatchNorm.convert_sync_batchnorm(make())
 
 
 def test_what_compiling_the_layer_left_is_not_taken_over() -> None:

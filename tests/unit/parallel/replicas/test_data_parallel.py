@@ -144,33 +144,19 @@ def test_gradients_do_not_depend_on_which_replica_is_first() -> None:
     assert len(seen) == 1
 
 
-def test_unused_parameter_keeps_its_gradient() -> None:
+def test_a_parameter_has_a_gradient_where_any_replica_uses_it() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.used_by_one, self.unused = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
-
-    net = Net()
-    DataParallel(net, TWO)(torch.randn(4, 4)).sum().backward()
-    assert net.used.weight.grad is not None
-    assert net.unused.weight.grad is None
-
-
-def test_parameter_that_only_one_replica_uses_has_its_gradient() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Parameter(torch.zeros(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.bias if x.sum() > 0 else x
+            return x + self.used_by_one if x.sum() > 0 else x
 
     net = Net()
     DataParallel(net, TWO)(torch.tensor([[0.0] * 3, [1.0] * 3]).requires_grad_()).sum().backward()
-    assert net.bias.grad.tolist() == [1, 1, 1]
+    assert net.used_by_one.grad.tolist() == [1, 1, 1]
+    assert net.unused.grad is None
 
 
 def test_sparse_gradients_are_added() -> None:
@@ -183,19 +169,6 @@ def test_sparse_gradients_are_added() -> None:
     torch.testing.assert_close(parallel.module.weight.grad.to_dense(), plain.weight.grad.to_dense())
 
 
-def test_gradients_of_gradients() -> None:
-    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
-    parallel = DataParallel(copy.deepcopy(plain), THREE)
-    x = torch.randn(6, 4)
-    for module in (plain, parallel):
-        point = x.clone().requires_grad_()
-        [slope] = torch.autograd.grad(module(point).sum(), point, create_graph=True)
-        weight = next(module.parameters())
-        [curvature] = torch.autograd.grad(module(point).pow(2).sum(), weight, create_graph=True)
-        (slope.pow(2).sum() + curvature.pow(2).sum()).backward()
-    torch.testing.assert_close(gradients(parallel), gradients(plain))
-
-
 def test_gradcheck_of_first_and_second_order() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     parallel = DataParallel(net, TWO)
@@ -206,18 +179,6 @@ def test_gradcheck_of_first_and_second_order() -> None:
 
     assert torch.autograd.gradcheck(run, (x, *net.parameters()))
     assert torch.autograd.gradgradcheck(run, (x, *net.parameters()))
-
-
-def test_two_forwards_then_two_backwards() -> None:
-    plain = MODULES["mlp"]()
-    parallel = DataParallel(copy.deepcopy(plain), THREE)
-    first, second = torch.randn(5, 4), torch.randn(6, 4)
-    for module in (plain, parallel):
-        losses = [module(x).pow(2).mean() for x in (first, second)]
-        losses[1].backward(retain_graph=True)
-        losses[0].backward()
-        losses[1].backward()
-    torch.testing.assert_close(gradients(parallel), gradients(plain))
 
 
 def test_step_between_forward_and_backward_is_an_error_as_without() -> None:
@@ -415,10 +376,6 @@ def test_copies_and_pickles_train_on_their_own() -> None:
         assert torch.equal(twin(x), parallel(x))
         assert parallel.module.weight.grad is None
     torch.save(parallel.state_dict(), io.BytesIO())
-
-
-def test_replicas_may_be_saved() -> None:
-    parallel = DataParallel(nn.Linear(2, 2), TWO)
     with torch.no_grad():
         torch.save(parallel.replicate(parallel.module, TWO), io.BytesIO())
 

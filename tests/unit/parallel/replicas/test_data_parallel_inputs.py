@@ -164,11 +164,6 @@ def test_inputs_without_a_tensor_go_to_one_replica() -> None:
     assert parallel(lambda number, texts: torch.full((number,), len(texts)))(3, texts=["a"]).tolist() == [1, 1, 1]
 
 
-def test_empty_batch() -> None:
-    layer = DataParallel(nn.Linear(3, 2), ["cpu", "cpu"])
-    assert layer(torch.empty(0, 3)).shape == (0, 2)
-
-
 def test_scalars_become_a_vector() -> None:
     for num_samples, expected in ((4, [1.0, 5.0]), (1, [0.0])):
         x = torch.arange(float(num_samples), requires_grad=True)
@@ -176,12 +171,6 @@ def test_scalars_become_a_vector() -> None:
         assert losses.tolist() == expected
         losses.sum().backward()
         assert x.grad.tolist() == [1] * num_samples
-
-
-def test_gradients_reach_inputs_through_parts() -> None:
-    x = torch.randn(5, 2, requires_grad=True, dtype=torch.float64)
-    module = parallel(lambda a, b: {"product": a * b["b"], "left": a}, 3)
-    assert torch.autograd.gradcheck(lambda x: tuple(module(x, {"b": x}).values()), (x,))
 
 
 def test_joining_across_devices_is_differentiable_twice() -> None:
@@ -203,36 +192,40 @@ def test_output_device() -> None:
     assert join_outputs([torch.ones(1), torch.ones(2)], torch.device("meta"), 0).shape == (3,)
 
 
-def test_tensors_that_would_lose_samples_are_refused() -> None:
-    module = parallel(lambda x, _shared: x, 4)
-    with pytest.raises(ValueError, match=r"sizes 8 and 3 along dim 0 split into 4 and 3 parts.*samples would be lost"):
-        module(torch.zeros(8), torch.zeros(3))
-    with pytest.raises(ValueError, match=r"sizes 8 and 1"):
-        module(torch.zeros(8), _shared=torch.zeros(1))
-
-
-def test_tensors_that_are_cut_at_other_places_of_the_batch_are_refused() -> None:
-    # 9 samples on two replicas are 5 and 4, and 8 are 4 and 4: replica 1 paired samples 5 to 8 with 4 to 7.
-    module = parallel(lambda x, y: x.mean() * y)
-    with pytest.raises(ValueError, match=r"sizes 9 and 8 along dim 0 split into parts of 5, 4 and 4, 4 for 2 replicas"):
-        module(torch.zeros(9), torch.zeros(8))
-    with pytest.raises(ValueError, match=r"parts of 3, 3, 3 and 3, 3, 2"):
-        parallel(module.module.function, 3)(torch.zeros(9), torch.zeros(8))
-
-
 @pytest.mark.parametrize("num_rows", [8, 16, 0])
 def test_a_tensor_with_several_rows_for_each_sample_is_split_beside_the_samples(num_rows: int) -> None:
     parts = parallel(lambda x, rows: (x, rows), 3, gather_output=False)(torch.arange(8), torch.zeros(num_rows))
     assert [len(rows) * 8 for _, rows in parts] == [len(x) * num_rows for x, _ in parts]
 
 
-def test_inputs_that_cannot_be_split_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"shape \(\) among the inputs has no dim 0"):
-        parallel(lambda x: x)(torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"shape \(3,\) among the inputs has no dim 1"):
-        parallel(lambda x: x, dim=1)(torch.zeros(3))
-    with pytest.raises(TypeError, match="PackedSequence cannot be split"):
-        parallel(lambda x: x)(pack_sequence([torch.zeros(2), torch.zeros(1)]))
+def pair(x: Tensor, y: Tensor) -> Tensor:
+    return x.mean() * y
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "error", "words"),
+    [
+        (parallel(pair, 4), (torch.zeros(8), torch.zeros(3)), ValueError, "sizes 8 and 3 .*samples would be lost"),
+        (parallel(pair, 4), (torch.zeros(8), torch.zeros(1)), ValueError, "sizes 8 and 1"),
+        # 9 samples on two replicas are 5 and 4, and 8 are 4 and 4: replica 1 paired samples 5 to 8 with 4 to 7.
+        (parallel(pair), (torch.zeros(9), torch.zeros(8)), ValueError, "split into parts of 5, 4 and 4, 4 for 2"),
+        (parallel(pair, 3), (torch.zeros(9), torch.zeros(8)), ValueError, "parts of 3, 3, 3 and 3, 3, 2"),
+        (parallel(abs), (torch.tensor(1.0),), ValueError, r"shape \(\) among the inputs has no dim 0"),
+        (parallel(abs, dim=1), (torch.zeros(3),), ValueError, r"shape \(3,\) among the inputs has no dim 1"),
+        (
+            parallel(abs),
+            (pack_sequence([torch.zeros(2), torch.zeros(1)]),),
+            TypeError,
+            "PackedSequence cannot be split",
+        ),
+        (parallel(torch.sum, dim=1), (torch.zeros(2, 2),), RuntimeError, r"shape \(\) at output, without a dim 1"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(
+    module: DataParallel, inputs: tuple[Any, ...], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        module(*inputs)
 
 
 @pytest.mark.parametrize(
@@ -249,8 +242,3 @@ def test_inputs_that_cannot_be_split_are_refused() -> None:
 def test_outputs_that_do_not_fit_are_refused(function: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         parallel(function)(torch.tensor([0, 1]))
-
-
-def test_scalars_along_another_dim_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"shape \(\) at output, without a dim 1"):
-        parallel(lambda x: x.sum(), dim=1)(torch.zeros(2, 2))
