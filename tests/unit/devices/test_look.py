@@ -136,11 +136,8 @@ def test_a_lost_card_keeps_its_place(broken: dict[str, Exception]) -> None:
     first, second = look_at(Card(**broken), card(1)).gpus
     assert (first.index, first.problem) == (0, "the driver reports 'GPU is lost'")
     assert (second.index, second.problem) == (1, "")
-
-
-def test_a_card_whose_owner_forbids_computing_has_a_problem() -> None:
-    [gpu] = look_at(Card(compute_mode=pynvml.NVML_COMPUTEMODE_PROHIBITED)).gpus
-    assert "compute mode is Prohibited" in gpu.problem
+    [forbidden] = look_at(Card(compute_mode=pynvml.NVML_COMPUTEMODE_PROHIBITED)).gpus
+    assert "compute mode is Prohibited" in forbidden.problem
 
 
 def test_a_split_card_is_its_instances() -> None:
@@ -224,10 +221,7 @@ def test_other_accelerators_are_found_and_given_one_per_worker(
 def test_numbers_in_cudas_own_order_are_the_drivers_to_read() -> None:
     answer = frozenset({"11" + "0" * 30})
     assert shown(look_at(*TWO, variable="0", ask=lambda: answer)) == [1]
-
-
-def test_without_an_answer_numbers_are_nvidia_smis() -> None:
-    assert shown(look_at(*TWO, variable="0", ask=lambda: None)) == [0]
+    assert shown(look_at(*TWO, variable="0", ask=lambda: None)) == [0], "without an answer they are nvidia-smi's"
 
 
 def test_the_driver_is_not_asked_what_can_be_read() -> None:
@@ -245,11 +239,8 @@ def test_a_process_of_this_machine_is_known() -> None:
     assert "/" not in holder.command.split()[0]
     assert holder.since is not None
     assert 0 <= (datetime.now().astimezone() - holder.since).total_seconds() < 3600
-
-
-def test_a_process_that_is_not_here_is_unknown() -> None:
-    holder = look_up_holder(GONE, memory_bytes=7, is_graphics=False)
-    assert (holder.pid, holder.user, holder.command, holder.since, holder.memory_bytes) == (GONE, None, None, None, 7)
+    gone = look_up_holder(GONE, memory_bytes=7, is_graphics=False)
+    assert (gone.pid, gone.user, gone.command, gone.since, gone.memory_bytes) == (GONE, None, None, None, 7)
 
 
 def test_values_that_cannot_be_read_of_a_process_leave_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,11 +53,8 @@ def test_torch_puts_the_rank_before_each_line_of_a_traceback() -> None:
     assert find_traceback(TORCHS + later) == later
     assert not says_another_failed(later)
     assert not says_another_failed("")
-
-
-def test_no_traceback_is_found_where_there_is_none() -> None:
-    assert find_traceback("") == ""
-    assert find_traceback("loading\nusage: x [-h]\nx: error: the following arguments are required: lr\n") == ""
+    for text in ("", "loading\nusage: x [-h]\nx: error: the following arguments are required: lr\n"):
+        assert find_traceback(text) == ""
 
 
 def test_an_end_is_described_with_code_or_signal() -> None:

@@ -21,31 +21,25 @@ def decide(changes: Changes, *, current: Generation = THREE, minimum: int = 1, m
     return next_generation(current, changes, WorkerLimits(min_workers=minimum, max_workers=maximum))
 
 
-def test_nothing_happened() -> None:
-    assert decide(Changes()) is THREE
-
-
-def test_ranks_close_up_behind_a_lost_worker() -> None:
-    found = decide(Changes(lost={2}))
-    assert found == Generation(number=5, workers=(5, 7))
-    assert [found.rank_of(worker) for worker in (2, 5, 7)] == [None, 0, 1]
-
-
-def test_workers_that_stay_come_before_new_ones() -> None:
-    assert decide(Changes(lost=[5], arrived=[9, 8])) == Generation(number=5, workers=(2, 7, 9, 8))
-
-
-def test_a_worker_that_leaves_is_no_longer_there() -> None:
-    assert decide(Changes(leaving=[7])) == Generation(number=5, workers=(2, 5))
-
-
-def test_a_new_worker_that_is_lost_before_it_begins_changes_nothing() -> None:
-    assert decide(Changes(lost=[9], arrived=[9])) is THREE
-
-
-def test_new_workers_wait_where_there_is_no_shard_for_them() -> None:
-    assert decide(Changes(arrived=[8, 9]), maximum=4) == Generation(number=5, workers=(2, 5, 7, 8))
-    assert decide(Changes(arrived=[8]), maximum=3) is THREE
+@pytest.mark.parametrize(
+    ("changes", "maximum", "workers"),
+    [
+        pytest.param(Changes(), 8, None, id="nothing"),
+        pytest.param(Changes(lost={2}), 8, (5, 7), id="ranks close up behind a lost worker"),
+        pytest.param(Changes(lost=[5], arrived=[9, 8]), 8, (2, 7, 9, 8), id="who stays comes before who is new"),
+        pytest.param(Changes(leaving=[7]), 8, (2, 5), id="one leaves"),
+        pytest.param(Changes(lost=[9], arrived=[9]), 8, None, id="a new one is lost before it begins"),
+        pytest.param(Changes(arrived=[8, 9]), 4, (2, 5, 7, 8), id="there is one shard more"),
+        pytest.param(Changes(arrived=[8]), 3, None, id="there is no shard for it"),
+    ],
+)
+def test_the_next_generation(changes: Changes, maximum: int, workers: tuple[int, ...] | None) -> None:
+    found = decide(changes, maximum=maximum)
+    if workers is None:
+        assert found is THREE
+    else:
+        assert found == Generation(number=5, workers=workers)
+        assert [found.rank_of(worker) for worker in (0, *workers)] == [None, *range(len(workers))]
 
 
 def test_new_workers_alone_have_no_state_to_continue_with() -> None:
@@ -90,24 +84,22 @@ def test_respawns_are_counted_in_a_window() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "leaving", "arrived"),
+    ("wishes", "leaving", "arrived", "minimum"),
     [
-        pytest.param(Wishes(num_workers=3), (), (), id="nothing"),
-        pytest.param(Wishes(num_workers=3, arrived=[8]), (), (), id="a spare waits"),
-        pytest.param(Wishes(num_workers=4, arrived=[8, 9]), (), (8,), id="one more"),
-        pytest.param(Wishes(num_workers=9, arrived=[8, 9]), (), (8,), id="not more than shards"),
-        pytest.param(Wishes(num_workers=1), (5, 7), (), id="the last ones leave"),
-        pytest.param(Wishes(num_workers=2, leaving=[5]), (5,), (), id="one has asked to leave"),
-        pytest.param(Wishes(num_workers=3, leaving=[5], arrived=[8]), (5,), (8,), id="one in its place"),
-        pytest.param(Wishes(num_workers=0, leaving=[2, 5, 7]), (5, 7), (), id="one keeps the state"),
+        pytest.param(Wishes(num_workers=3), (), (), 1, id="nothing"),
+        pytest.param(Wishes(num_workers=3, arrived=[8]), (), (), 1, id="a spare waits"),
+        pytest.param(Wishes(num_workers=4, arrived=[8, 9]), (), (8,), 1, id="one more"),
+        pytest.param(Wishes(num_workers=9, arrived=[8, 9]), (), (8,), 1, id="not more than shards"),
+        pytest.param(Wishes(num_workers=1), (5, 7), (), 1, id="the last ones leave"),
+        pytest.param(Wishes(num_workers=2, leaving=[5]), (5,), (), 1, id="one has asked to leave"),
+        pytest.param(Wishes(num_workers=3, leaving=[5], arrived=[8]), (5,), (8,), 1, id="one in its place"),
+        pytest.param(Wishes(num_workers=0, leaving=[2, 5, 7]), (5, 7), (), 1, id="one keeps the state"),
+        pytest.param(Wishes(num_workers=2, leaving=[5]), (), (), 3, id="too few would be left"),
+        pytest.param(Wishes(num_workers=2), (), (), 3, id="too few are wished for"),
     ],
 )
-def test_what_changes_at_a_step_boundary(wishes: Wishes, leaving: tuple[int, ...], arrived: tuple[int, ...]) -> None:
-    found = planned_changes(THREE, wishes, WorkerLimits(max_workers=4))
+def test_what_changes_at_a_step_boundary(
+    wishes: Wishes, leaving: tuple[int, ...], arrived: tuple[int, ...], minimum: int
+) -> None:
+    found = planned_changes(THREE, wishes, WorkerLimits(min_workers=minimum, max_workers=4))
     assert (found.leaving, found.arrived) == (leaving, arrived)
-
-
-def test_nobody_leaves_where_too_few_would_be_left() -> None:
-    limits = WorkerLimits(min_workers=3, max_workers=6)
-    assert not planned_changes(THREE, Wishes(num_workers=2, leaving=[5]), limits).leaving
-    assert not planned_changes(THREE, Wishes(num_workers=2), limits).leaving

@@ -67,13 +67,8 @@ def test_a_backward_begins_at_its_marked_output_and_ends_once() -> None:
     (forward(layer, recorder, 3) + forward(layer, recorder, 4)).backward()
     assert recorder.said == ["begin SYNCHRONIZING", "", "complete 7"]
     assert recorder.watch.phase is Phase.IDLE
-
-
-def test_samples_are_not_known_where_those_of_one_forward_are_not() -> None:
-    recorder = Recorder()
-    layer = layer_of(recorder)
     (forward(layer, recorder, 3) + forward(layer, recorder, 0)).backward()
-    assert recorder.said[-1] == "complete 0"
+    assert recorder.said[-1] == "complete 0", "of one forward they are not known"
 
 
 def test_an_unmarked_backward_begins_with_its_first_gradient() -> None:
@@ -91,6 +86,9 @@ def test_without_synchronising_a_backward_only_accumulates(where: str) -> None:
     recorder.watch.synchronizes = where != "backward"
     loss.backward()
     assert recorder.said == ["begin ACCUMULATING", "", "forget"]
+    alone = Recorder(has_group=False)
+    forward(layer_of(alone), alone).backward()
+    assert alone.said[0] == "begin ACCUMULATING"
 
 
 def test_a_backward_through_both_kinds_of_forwards_synchronises() -> None:
@@ -128,12 +126,6 @@ def test_synchronising_once_ends_when_the_listener_says_so() -> None:
     recorder.watch.stop_synchronizing()
     forward(layer, recorder).backward()
     assert [said for said in recorder.said if said.startswith("begin")] == ["begin SYNCHRONIZING", "begin ACCUMULATING"]
-
-
-def test_without_a_group_a_backward_only_accumulates() -> None:
-    recorder = Recorder(has_group=False)
-    forward(layer_of(recorder), recorder).backward()
-    assert recorder.said[0] == "begin ACCUMULATING"
 
 
 class Checkpointed(nn.Module):

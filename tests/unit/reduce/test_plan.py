@@ -89,12 +89,6 @@ def test_a_plan_of_many_small_gradients_reads_each_a_few_times() -> None:
     assert specs.num_reads < 10 * len(specs)
 
 
-def test_buckets_travel_in_reverse_order_with_a_small_last_one() -> None:
-    specs = [spec(number, 256) for number in range(10)]  # 1 KiB each
-    buckets = plan_buckets(specs, BucketLimits(sizes_bytes=(1 << 10, 4 << 10))).buckets
-    assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == [[9], [8, 7, 6, 5], [4, 3, 2, 1], [0]]
-
-
 def test_the_bucket_that_is_full_first_travels_first() -> None:
     specs = [spec(0, 8), spec(1, 8, torch.float64), spec(2, 8), spec(3, 8, torch.float64)]
     buckets = plan_buckets(specs, BucketLimits()).buckets

@@ -266,29 +266,6 @@ def test_on_an_asynchronous_device_the_host_does_not_wait_for_it() -> None:
             assert found[step - 1] == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
-def test_a_failure_on_an_asynchronous_device_is_one_of_the_same_backward() -> None:
-    def program(world: World) -> list[str]:
-        with asynchronous_device() as device:
-            model = net().to(device.name)
-            reducer = reducer_of(model, world)
-            said = []
-            for step in range(3):
-                model.zero_grad()
-                handle = model[2].weight.register_hook(fail) if (world.rank, step) == (1, 1) else None
-                rows = inputs(world.rank, step).to(device.name)
-                try:
-                    backward(reducer, model, rows)
-                    said.append("whole")
-                except (ValueError, ReductionError) as error:
-                    said.append(type(error).__name__)
-                if handle is not None:
-                    handle.remove()
-            reducer.close()
-            return said
-
-    assert run_ranks(2, program) == [["whole", "ReductionError", "whole"], ["whole", "ValueError", "whole"]]
-
-
 def test_a_group_without_a_cpu_backend_carries_the_status_with_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.reduce.current_plan.has_cpu_backend", lambda _group: False)
 

@@ -46,6 +46,16 @@ def buckets_of(world: World, **options: Any) -> tuple[BucketSet, list[nn.Paramet
     return allocate_buckets(plan, trained, world.group, as_view=True), [each.parameter for each in trained]
 
 
+def scheduled(
+    world: World, recorder: Recorder | None = None, *, skips_unused: bool = False, **options: Any
+) -> tuple[BucketSchedule, Recorder, list[Bucket]]:
+    recorder = Recorder() if recorder is None else recorder
+    schedule = BucketSchedule(world, recorder, purpose="a test", skips_unused=skips_unused)
+    bucket_set, _ = buckets_of(world, **options)
+    schedule.use(bucket_set, StatusTrailer(bucket_set.trailer))
+    return schedule, recorder, list(bucket_set.buckets)
+
+
 def arrive(bucket: Bucket) -> None:
     bucket.slots[0].parameter.grad = torch.ones(2)
     bucket.slots[0].has_arrived = True
@@ -58,14 +68,11 @@ def on_one_rank(program: Callable[[World], Any]) -> Any:
 
 def test_buckets_are_sent_in_order_whatever_the_order_of_arrival() -> None:
     def program(world: World) -> list[list[str]]:
-        recorder = Recorder()
-        schedule = BucketSchedule(world, recorder, purpose="a test")
-        bucket_set, _ = buckets_of(world)
-        schedule.use(bucket_set, StatusTrailer(bucket_set.trailer))
+        schedule, recorder, buckets = scheduled(world)
         schedule.begin()
         seen = []
         for number in (1, 0, 2):
-            arrive(bucket_set.buckets[number])
+            arrive(buckets[number])
             schedule.send_full()
             seen.append(list(recorder.said))
         schedule.complete(RankStatus())
@@ -80,11 +87,8 @@ def test_buckets_are_sent_in_order_whatever_the_order_of_arrival() -> None:
 @pytest.mark.parametrize("options", [{"only_gradients": True}, {"has_extra_message": True}])
 def test_a_last_bucket_without_a_trailer_need_not_wait(options: dict[str, bool]) -> None:
     def program(world: World) -> tuple[list[str], GroupStatus]:
-        recorder = Recorder()
-        schedule = BucketSchedule(world, recorder, purpose="a test")
-        bucket_set, _ = buckets_of(world, **options)
-        schedule.use(bucket_set, StatusTrailer(bucket_set.trailer))
-        for bucket in bucket_set.buckets:
+        schedule, recorder, buckets = scheduled(world, **options)
+        for bucket in buckets:
             arrive(bucket)
         schedule.send_full()
         sent = list(recorder.said)
@@ -97,10 +101,7 @@ def test_a_last_bucket_without_a_trailer_need_not_wait(options: dict[str, bool])
 
 def test_a_reduction_that_runs_alone_is_waited_for_before_the_next() -> None:
     def program(world: World) -> list[str]:
-        recorder = Recorder(is_one_at_a_time=True)
-        schedule = BucketSchedule(world, recorder, purpose="a test")
-        bucket_set, _ = buckets_of(world, only_gradients=True)
-        schedule.use(bucket_set, StatusTrailer(bucket_set.trailer))
+        schedule, recorder, _ = scheduled(world, Recorder(is_one_at_a_time=True), only_gradients=True)
         schedule.complete(RankStatus())
         return recorder.said
 
@@ -110,21 +111,17 @@ def test_a_reduction_that_runs_alone_is_waited_for_before_the_next() -> None:
 
 def test_buckets_of_which_nothing_arrived_may_stay_behind() -> None:
     def program(world: World) -> tuple[list[str], int, list[float]]:
-        recorder = Recorder()
-        schedule = BucketSchedule(world, recorder, purpose="a test", skips_unused=True)
-        bucket_set, _ = buckets_of(world, has_extra_message=True)
-        schedule.use(bucket_set, StatusTrailer(bucket_set.trailer))
-        arrive(bucket_set.buckets[1])
+        schedule, recorder, buckets = scheduled(world, skips_unused=True, has_extra_message=True)
+        arrive(buckets[1])
         schedule.complete(RankStatus())
-        return recorder.said, schedule.num_buckets_sent, [float(each.used_counts) for each in bucket_set.buckets]
+        return recorder.said, schedule.num_buckets_sent, [float(each.used_counts) for each in buckets]
 
     assert on_one_rank(program) == (["start 1", "finish 1"], 1, [0.0, 1.0, 0.0])
 
 
 def test_what_travels_besides_starts_before_the_last_message_and_ends_with_it() -> None:
     def program(world: World) -> list[str]:
-        recorder = Recorder()
-        schedule = BucketSchedule(world, recorder, purpose="a test")
+        schedule, recorder, _ = scheduled(world)
 
         def start() -> Finish:
             recorder.said.append("start besides")
@@ -132,8 +129,6 @@ def test_what_travels_besides_starts_before_the_last_message_and_ends_with_it() 
 
         schedule.send_besides = start
         schedule.on_end_of_backward = lambda: recorder.said.append("end of backward")
-        bucket_set, _ = buckets_of(world)
-        schedule.use(bucket_set, StatusTrailer(bucket_set.trailer))
         schedule.complete(RankStatus())
         return recorder.said
 
@@ -174,9 +169,7 @@ def test_since_when_it_waits_is_known_until_all_has_come() -> None:
         def note() -> None:
             waits.append(schedule.times.seconds_waiting > 0)
 
-        schedule = BucketSchedule(world, Slow(), purpose="a test")
-        bucket_set, _ = buckets_of(world)
-        schedule.use(bucket_set, StatusTrailer(bucket_set.trailer))
+        schedule, _, _ = scheduled(world, Slow())
         note()
         schedule.complete(RankStatus())
         # The reduction is counted next. A thread that saw a wait after that took it for one in the next backward, and
@@ -189,9 +182,7 @@ def test_since_when_it_waits_is_known_until_all_has_come() -> None:
 
 def test_futures_of_others_are_waited_for_once() -> None:
     def program(world: World) -> list[int]:
-        schedule = BucketSchedule(world, Recorder(), purpose="a test")
-        bucket_set, _ = buckets_of(world)
-        schedule.use(bucket_set, StatusTrailer(bucket_set.trailer))
+        schedule, _, _ = scheduled(world)
         waited: list[int] = []
 
         class Waited(torch.futures.Future[object]):

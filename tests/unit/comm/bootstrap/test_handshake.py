@@ -76,10 +76,7 @@ def worker(rank: int, world_size: int = 3, backend: str = "gloo", process: str |
 def answering(store: Store, *workers: Announcement, **options: Any) -> Iterator[list[Outcome]]:
     """Let workers answer while the block runs; yield what becomes of them, which is there after it."""
     outcomes: list[Outcome] = []
-    threads = [
-        threading.Thread(target=lambda me=me: outcomes.append(answer(store, me, **options)))  # type: ignore[misc]
-        for me in workers
-    ]
+    threads = [threading.Thread(target=lambda me=me: outcomes.append(answer(store, me, **options))) for me in workers]
     for thread in threads:
         thread.start()
     yield outcomes
