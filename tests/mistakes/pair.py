@@ -1,6 +1,6 @@
 """Two real processes that run a script, each as if it had been started alone: no launcher ends one after the other.
 
-They are forked from a server that has imported torch, so a pair costs 50 ms and not 5 s. A rank reports its messages
+They are forked from the server of `tests/process/ranks.py`, so a pair costs 50 ms and not 5 s. A rank reports its messages
 while it runs, over a pipe, so that what it said is known even if it never ends.
 """
 
@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, final
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from tests.mistakes.judge import LIMIT_SECONDS, Message, Report, tensors_of
 from tests.mistakes.script import WORLD_SIZE
 from tests.mistakes.scripts import SCRIPTS
+from tests.process.ranks import SERVER
 
 import lockstep as ls
 
@@ -31,9 +31,6 @@ _START_SECONDS = 90.0
 """How long the ranks may take until their scripts begin; the first ones wait for a server that imports torch."""
 _MARGIN_SECONDS = 3.0
 """How much longer than the limit a rank may take, from the moment when the last script has begun."""
-_SERVER = get_context("forkserver")
-_PRELOADED = ["pytest", "psutil", "lockstep", "torch.distributed", "tests.process.ranks", "torch._dynamo", __name__]
-"""Also what other tests of the same process need, for which the server is the same."""
 
 
 def run_on_pair(name: str, backend: str = "shm", wrapper: str = "lockstep") -> list[Report]:
@@ -44,13 +41,12 @@ def run_on_pair(name: str, backend: str = "shm", wrapper: str = "lockstep") -> l
         backend: `"shm"` or `"gloo"`.
         wrapper: `"lockstep"`, or `"torch"` for torch's wrapper and torch's way to make the group.
     """
-    _SERVER.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         lines: list[Connection] = []
         processes = []
         for rank in range(WORLD_SIZE):
-            ours, theirs = _SERVER.Pipe(duplex=False)
-            process = _SERVER.Process(target=_be_rank, args=(rank, name, backend, wrapper, folder, theirs))
+            ours, theirs = SERVER.Pipe(duplex=False)
+            process = SERVER.Process(target=_be_rank, args=(rank, name, backend, wrapper, folder, theirs))
             process.start()
             theirs.close()
             lines.append(ours)

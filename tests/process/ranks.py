@@ -41,8 +41,10 @@ _CALL_SECONDS = 150.0
 _LATER_SECONDS = 10.0
 """How long the other ranks may take after one has failed."""
 SERVER = get_context("forkserver")
-# What is loaded by the server need not be loaded by each rank.
-SERVER.set_forkserver_preload(["pytest", "psutil", "lockstep", "torch.distributed", "lockstep.launch.worker", __name__])
+# What is loaded by the server need not be loaded by each rank; the compiler is what the first forward of a wrapper loads.
+SERVER.set_forkserver_preload(
+    ["pytest", "psutil", "lockstep", "torch.distributed", "torch._dynamo", "lockstep.launch.worker", __name__]
+)
 gc.freeze()  # in the server: what it has imported has no part in the garbage collections of ranks
 
 
