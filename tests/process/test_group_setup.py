@@ -20,7 +20,8 @@ from tests.process.ranks import SERVER
 import lockstep as ls
 
 NUM_WORKERS = 3
-SHORT = timedelta(seconds=3)
+NUM_WAITING = 10
+SHORT = timedelta(seconds=5)
 LONG = timedelta(seconds=150)
 START_SECONDS = 100
 HANG_SECONDS = 100
@@ -74,17 +75,17 @@ def serve(pipe: Connection) -> None:
 
 
 class SetUpWorkers:
-    """Three processes in which tests make and destroy groups: starting them for each test would take minutes."""
+    """Processes in which tests make and destroy groups: starting them for each test would take minutes."""
 
-    def __init__(self) -> None:
-        pipes = [SERVER.Pipe() for _ in range(NUM_WORKERS)]
+    def __init__(self, number: int = NUM_WORKERS) -> None:
+        pipes = [SERVER.Pipe() for _ in range(number)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [SERVER.Process(target=serve, args=(theirs,), daemon=True) for _, theirs in pipes]
         for process in self._processes:
             process.start()
         for pipe in self._pipes:
             pipe.send(os.getpid)
-        for place in range(NUM_WORKERS):
+        for place in range(number):
             self._receive(place, START_SECONDS)
 
     def start(self, place: int, environment: dict[str, Any] | None = None, **options: Any) -> None:
@@ -102,7 +103,7 @@ class SetUpWorkers:
     def call(self, function: Callable[[], Any]) -> list[Any]:
         for pipe in self._pipes:
             pipe.send(function)
-        return [self._receive(place) for place in range(NUM_WORKERS)]
+        return [self._receive(place) for place in range(len(self._pipes))]
 
     def stop(self) -> None:
         for process in self._processes:
@@ -144,6 +145,13 @@ def workers(pools: list[SetUpWorkers]) -> Iterator[SetUpWorkers]:
         if not done:
             workers.stop()
         pools.append(workers if done else SetUpWorkers())
+
+
+@pytest.fixture
+def waiting() -> Iterator[SetUpWorkers]:
+    workers = SetUpWorkers(NUM_WAITING)
+    yield workers
+    workers.stop()
 
 
 RESTARTED = """
@@ -249,48 +257,34 @@ def test_a_negative_rank_is_refused_with_the_range_of_ranks(monkeypatch: pytest.
         ls.init_process_group("gloo")
 
 
-def test_a_missing_worker_is_named_when_time_is_up(workers: SetUpWorkers) -> None:
-    # Three worlds at once, each of one worker that waits for another, and connects first.
-    waits = timedelta(seconds=5)
-    workers.start(0, environ(free_port(), 0, 2), timeout=waits)
-    workers.start(1, init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=2, timeout=waits)
-    workers.start(2, store=free_port(), rank=0, world_size=2, timeout=waits)
-    outcomes = [workers.outcome(place) for place in range(3)]
-    assert_all_raise(outcomes, "Rank 1 did not connect: rank 0 waited ", "WORLD_SIZE is too large")
-    assert max(seconds for _, seconds in outcomes) < AT_ONCE_SECONDS
-
-
-def test_all_that_wait_name_the_ranks_that_are_missing(workers: SetUpWorkers, tmp_path: Path) -> None:
-    for place, rank in enumerate([0, 2]):
-        workers.start(place, init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=4, timeout=2 * SHORT)
-    outcomes = [workers.outcome(place) for place in range(2)]
-    assert_all_raise(outcomes, "Ranks 1, 3 did not connect: ranks 0, 2 waited ", "for a world of 4 workers")
-
-
-def test_a_missing_rank_0_is_named_when_time_is_up(workers: SetUpWorkers) -> None:
-    port = free_port()
-    workers.start(0, environ(port, 1, 2), timeout=SHORT)
-    assert_all_raise(
-        [workers.outcome(0)], f"Rank 1 found no rendezvous at 127.0.0.1:{port} in", "rank 0, which serves it"
-    )
-
-
-def test_a_program_on_the_port_is_named(workers: SetUpWorkers) -> None:
+def test_who_is_missing_is_named_when_time_is_up(waiting: SetUpWorkers, tmp_path: Path) -> None:
+    # Six worlds at once, all of which wait. Of the first three each has one worker that waits for another, and
+    # connects first.
+    ports = [free_port() for _ in range(4)]
+    waiting.start(0, environ(ports[0], 0, 2), timeout=SHORT)
+    waiting.start(1, init_method=f"tcp://127.0.0.1:{ports[1]}", rank=0, world_size=2, timeout=SHORT)
+    waiting.start(2, store=ports[2], rank=0, world_size=2, timeout=SHORT)
+    for place, rank in ((3, 0), (4, 2)):
+        waiting.start(place, init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=4, timeout=SHORT)
+    waiting.start(5, environ(ports[3], 1, 2), timeout=SHORT)
+    for place, rank in ((6, 0), (7, 1)):
+        waiting.start(place, environ(ports[3], rank, 2, NOWHERE), timeout=SHORT)
     with socket.socket() as foreign:
         foreign.bind(("127.0.0.1", 0))
         foreign.listen()
-        port = foreign.getsockname()[1]
-        first, second = workers.set_up(port, (0, 2), (1, 2), timeout=SHORT)
-    assert_all_raise([first], f"Port {port} is in use by another program on this host", "MASTER_PORT")
-    assert_all_raise([second], f"127.0.0.1:{port} in", "a program listens there, but it does not answer")
-
-
-def test_a_host_that_cannot_be_resolved_is_named(workers: SetUpWorkers) -> None:
-    port = free_port()
-    for rank in (0, 1):
-        workers.start(rank, environ(port, rank, 2, NOWHERE), timeout=SHORT)
-    outcomes = [workers.outcome(rank) for rank in (0, 1)]
-    assert_all_raise(outcomes, f"at {NOWHERE}:{port}", f"the name '{NOWHERE}' cannot be resolved", "Set MASTER_ADDR")
+        taken = foreign.getsockname()[1]
+        for place, rank in ((8, 0), (9, 1)):
+            waiting.start(place, environ(taken, rank, 2), timeout=SHORT)
+        outcomes = [waiting.outcome(place) for place in range(NUM_WAITING)]
+    assert_all_raise(outcomes[:3], "Rank 1 did not connect: rank 0 waited ", "WORLD_SIZE is too large")
+    assert_all_raise(outcomes[3:5], "Ranks 1, 3 did not connect: ranks 0, 2 waited ", "for a world of 4 workers")
+    no_rendezvous = f"Rank 1 found no rendezvous at 127.0.0.1:{ports[3]} in"
+    assert_all_raise(outcomes[5:6], no_rendezvous, "rank 0, which serves it")
+    unknown = f"the name '{NOWHERE}' cannot be resolved"
+    assert_all_raise(outcomes[6:8], f"at {NOWHERE}:{ports[3]}", unknown, "Set MASTER_ADDR")
+    assert_all_raise(outcomes[8:9], f"Port {taken} is in use by another program on this host", "MASTER_PORT")
+    assert_all_raise(outcomes[9:], f"127.0.0.1:{taken} in", "a program listens there, but it does not answer")
+    assert max(seconds for _, seconds in outcomes) < AT_ONCE_SECONDS
 
 
 def test_a_worker_too_many_is_reported_at_once_and_leaves_the_others_alone(workers: SetUpWorkers) -> None:
