@@ -41,7 +41,7 @@ _CALL_SECONDS = 150.0
 _LATER_SECONDS = 10.0
 """How long the other ranks may take after one has failed."""
 SERVER = get_context("forkserver")
-# What is loaded by the server need not be loaded by each rank; the compiler is what the first forward of a wrapper loads.
+# What is loaded by the server need not be loaded by each rank. The first forward of a wrapper loads the compiler.
 SERVER.set_forkserver_preload(
     ["pytest", "psutil", "lockstep", "torch.distributed", "torch._dynamo", "lockstep.launch.worker", __name__]
 )
@@ -278,6 +278,21 @@ def join_default_group(rank: Rank) -> ls.Run:
     ls.init_process_group(choose_backend(CPU), store=rank.store(), rank=rank.number, world_size=rank.size)
     ls.seed_generators(0)
     return ls.Run(rank=rank.number, world_size=rank.size, local_rank=rank.number, device=CPU)
+
+
+@final
+class JoinGroup:
+    """Makes a default group of one backend by torch's own set-up; for a `RankPool`."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+
+    def __call__(self, rank: Rank) -> ls.Run:
+        run = join_default_group(rank)
+        store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+        ls.destroy_process_group()
+        dist.init_process_group(self._backend, store=store, rank=run.rank, world_size=run.world_size)
+        return run
 
 
 def call_on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -1,32 +1,85 @@
 """Scenarios on ranks that stay from one to the next: each is run when a test asks for it, and no other.
 
-A rank that raises or dies in one is started anew for the next, so the others do not notice.
-
-A *scenario* of `ShmScenarios` is given its rank, the number of ranks and a group of its own, and yields what it looked
-at, what it found and what it expected. It does not stop at the first difference, so that the ranks go on together.
-
-One of `ScenarioAnswers` is given the rank, and a dictionary in which it notes what it found, by names that are its own.
+A *scenario* is given its rank, and yields what it looked at, what it found and what it expected. It does not stop at
+the first difference, so that the ranks go on together. A rank that raises or dies in one is started anew for the next,
+so the others do not notice. One of `ShmScenarios` is given the number of ranks and a group of its own too.
 """
 
-import inspect
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from tests.process.ranks import PATIENCE, Rank, RankPool, RanksFailedError
+from tests.process.ranks import PATIENCE, Rank, RankPool
 from torch import Tensor
 
 import lockstep as ls
+from lockstep.errors import LockstepError
 
 Claims = Iterator[tuple[str, Any, Any]]
+Scenario = Callable[[int], Claims]
 ShmScenario = Callable[[int, int, Any], Claims]
-Answers = dict[str, Any]
 
 _LONGEST_CALL = timedelta(seconds=60)
+
+
+def scenarios_in(module: dict[str, Any]) -> list[Any]:
+    """Return what makes claims in a module, given its `globals()`; names with an underscore are parts of others."""
+    return [
+        each
+        for name, each in module.items()
+        if not name.startswith("_") and getattr(each, "__annotations__", {}).get("return") == Claims
+    ]
+
+
+def name_of(scenario: Callable[..., Claims]) -> str:
+    """Return the name of a scenario."""
+    return scenario.__name__
+
+
+def wrong_in(pool: RankPool, scenario: Scenario) -> list[str]:
+    """Return what was not as expected in a scenario, on any rank of a pool that has a default group.
+
+    Raises:
+        RanksFailedError: A rank raised, died or is not done in time.
+    """
+    return [line for lines in pool.run(_check, scenario) for line in lines]
+
+
+def everyone(value: Any) -> list[Any]:
+    """Return the values of all ranks (collective)."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def found_in(text: str, part: str) -> str:
+    """Return the part if the text has it, else the text: a claim about a message that shows it where it is wrong."""
+    return part if part in text else text
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return class and message of the error that a call raises, or `"no error"`."""
+    try:
+        call()
+    except (LockstepError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _check(run: ls.Run, scenario: Scenario) -> list[str]:
+    return list(_wrong_among(run.rank, scenario(run.rank)))
+
+
+def _wrong_among(rank: int, claims: Claims) -> Iterator[str]:
+    for what, result, expected in claims:
+        try:
+            _compare(result, expected)
+        except AssertionError as error:
+            yield f"rank {rank}, {what}: {error}"
 
 
 @final
@@ -72,13 +125,9 @@ class _SetUp:
 
 def _run_one(rank: Rank, scenario: ShmScenario) -> list[str]:
     group: Any = dist.new_group(backend="shm", timeout=_LONGEST_CALL)
-    wrong = []
+    wrong: list[str] = []
     try:
-        for what, result, expected in scenario(rank.number, rank.size, group):
-            try:
-                _compare(result, expected)
-            except AssertionError as error:
-                wrong.append(f"rank {rank.number}, {what}: {error}")
+        wrong += _wrong_among(rank.number, scenario(rank.number, rank.size, group))
     except Exception:  # noqa: BLE001 - the test shows it
         wrong.append(f"rank {rank.number}: {traceback.format_exc()}")
         group.abort()
@@ -99,105 +148,3 @@ def _compare(result: Any, expected: Any) -> None:
             _compare(one, other)
     else:
         assert result == expected, f"{result!r} is not {expected!r}"
-
-
-@final
-class ScenarioAnswers:
-    """What scenarios found on one rank, by name; a scenario is run when somebody looks for what only it can have.
-
-    Args:
-        runs: Runs scenarios, and keeps what they found, for all ranks.
-        rank: Whose answers these are.
-    """
-
-    def __init__(self, runs: "_ScenarioRuns", rank: int) -> None:
-        self._runs = runs
-        self._rank = rank
-
-    def __getitem__(self, name: str) -> Any:
-        return self._runs.find(name)[self._rank][name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return the answer of that name, or `default` if another rank has it, and this one has not."""
-        return self._runs.find(name)[self._rank].get(name, default)
-
-    def starting_with(self, prefix: str) -> Answers:
-        """Return the answers whose names begin so, of all scenarios."""
-        return self._runs.find_all(prefix, self._rank)
-
-
-def answers_of(
-    pool: RankPool, scenarios: Sequence[Callable[..., None]], call: Callable[..., None] | None = None
-) -> list[ScenarioAnswers]:
-    """Return what the scenarios find on every rank, in rank order, when it is looked for.
-
-    Args:
-        pool: The ranks.
-        scenarios: The scenarios, in the order in which they are tried; names of answers are of one each.
-        call: Calls a scenario, with `(run, scenario, answers)`; None for `scenario(run.rank, answers)`.
-    """
-    runs = _ScenarioRuns(pool, scenarios, _call_with_rank if call is None else call)
-    return [ScenarioAnswers(runs, rank) for rank in range(pool.size)]
-
-
-def _call_with_rank(run: ls.Run, scenario: Callable[[int, Answers], None], answers: Answers) -> None:
-    scenario(run.rank, answers)
-
-
-def _answer(run: ls.Run, call: Callable[..., None], scenario: Callable[..., None]) -> Answers:
-    answers: Answers = {}
-    call(run, scenario, answers)
-    return answers
-
-
-@final
-class _ScenarioRuns:
-    def __init__(self, pool: RankPool, scenarios: Sequence[Callable[..., None]], call: Callable[..., None]) -> None:
-        self._pool = pool
-        self._scenarios = scenarios
-        self._call = call
-        self._found: dict[Callable[..., None], list[Answers]] = {}
-        self._failures: dict[Callable[..., None], str] = {}
-
-    def find(self, name: str) -> list[Answers]:
-        """Return what all ranks found in the scenario that has an answer of that name, on some rank.
-
-        Scenarios that have its words in their code are tried first.
-        """
-        for scenario in sorted(self._scenarios, key=lambda scenario: -_likelihood(scenario, name)):
-            found = self._run(scenario)
-            if any(name in answers for answers in found):
-                return found
-        raise AssertionError(f"No scenario found {name!r}.{self._explain_failures()}")
-
-    def find_all(self, prefix: str, rank: int) -> Answers:
-        """Return what a rank found by names that begin so; a scenario that failed matters if its code has them."""
-        chosen: Answers = {}
-        for scenario in self._scenarios:
-            found = self._run(scenario)
-            assert found or _likelihood(scenario, prefix) < 1.0, self._explain_failures()
-            answers = found[rank] if found else {}
-            chosen.update({name: value for name, value in answers.items() if name.startswith(prefix)})
-        return chosen
-
-    def _run(self, scenario: Callable[..., None]) -> list[Answers]:
-        if scenario not in self._found:
-            try:
-                self._found[scenario] = self._pool.run(_answer, self._call, scenario)
-            except RanksFailedError as error:
-                self._found[scenario] = []
-                self._failures[scenario] = str(error)
-        return self._found[scenario]
-
-    def _explain_failures(self) -> str:
-        return "".join(
-            f"\nThe scenario {scenario.__name__} failed: {said}" for scenario, said in self._failures.items()
-        )
-
-
-def _likelihood(scenario: Callable[..., None], name: str) -> float:
-    source = inspect.getsource(scenario)
-    if f'"{name}"' in source:
-        return 2.0
-    words = name.split()
-    return sum(word in source for word in words) / len(words)

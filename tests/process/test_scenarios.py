@@ -1,78 +1,68 @@
 """Scenarios that share ranks: each is run alone, and one that fails or dies is wrong alone."""
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.process.ranks import RankPool, RanksFailedError, join_default_group
-from tests.process.scenarios import Answers, Claims, ScenarioAnswers, ShmScenarios, answers_of
+from tests.process.ranks import RankPool, RanksFailedError
+from tests.process.scenarios import Claims, ShmScenarios, everyone, scenarios_in, wrong_in
 
 
-def sums(rank: int, answers: Answers) -> None:
+def sums(rank: int) -> Claims:
     tensor = torch.tensor(float(rank))
     dist.all_reduce(tensor)
-    answers["the sum"] = tensor.item()
-    answers["process of the sum"] = os.getpid()
+    yield "the sum", tensor.item(), 1.0
+    yield "something else", rank, 0
+    yield "what all ranks have", everyone(rank), [0, 1]
 
 
-def maxima(rank: int, answers: Answers) -> None:
-    tensor = torch.tensor(float(rank))
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    answers["the maximum"] = tensor.item()
-    answers["process of the maximum"] = os.getpid()
+def processes(_rank: int) -> Claims:
+    yield "process", os.getpid(), 0
 
 
-def dies(rank: int, answers: Answers) -> None:
-    answers["before the death"] = True
+def dies(rank: int) -> Claims:
+    yield "before the death", True, True
     if rank == 1:
         os._exit(3)
     dist.barrier()
 
 
-def raises(rank: int, answers: Answers) -> None:
+def raises(rank: int) -> Claims:
+    yield "before the error", True, True
     if rank == 1:
         raise ValueError("rank 1 cannot")
     dist.barrier()
 
 
-def destroys(rank: int, answers: Answers) -> None:
+def destroys(_rank: int) -> Claims:
     dist.destroy_process_group()
-    answers["has a group"] = dist.is_initialized()
+    yield "has a group", dist.is_initialized(), False
 
 
-@pytest.fixture
-def answers() -> Iterator[list[ScenarioAnswers]]:
-    with RankPool(2, join_default_group) as pool:
-        yield answers_of(pool, (dies, raises, destroys, sums, maxima))
+def test_a_claim_that_is_wrong_is_one_and_the_scenario_goes_on(pair: RankPool) -> None:
+    assert wrong_in(pair, sums) == ["rank 1, something else: 1 is not 0"]
 
 
-def test_scenarios_share_processes(answers: list[ScenarioAnswers]) -> None:
-    assert [found["the sum"] for found in answers] == [1.0, 1.0]
-    assert [found["the maximum"] for found in answers] == [1.0, 1.0]
-    for found in answers:
-        assert found["process of the sum"] == found["process of the maximum"]
+def test_scenarios_share_processes_until_one_fails(pair: RankPool) -> None:
+    found = [wrong_in(pair, processes) for _ in range(2)]
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 2
+    for fails, said in ((dies, "rank 1 ended with 3"), (raises, "ValueError: rank 1 cannot")):
+        with pytest.raises(RanksFailedError, match=said):
+            wrong_in(pair, fails)
+        assert wrong_in(pair, sums) == ["rank 1, something else: 1 is not 0"]
+    assert not set(wrong_in(pair, processes)) & set(found[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("before the death", r"The scenario dies failed: (.*\n)*rank 1 ended with 3"),
-        ("raises", r"The scenario raises failed: (.*\n)*.*ValueError: rank 1 cannot"),
-    ],
-)
-def test_a_scenario_that_fails_is_wrong_alone(answers: list[ScenarioAnswers], name: str, said: str) -> None:
-    assert answers[0]["the sum"] == 1.0
-    with pytest.raises(AssertionError, match=said):
-        answers[0][name]
-    assert answers[1]["the maximum"] == 1.0
+def test_the_next_scenario_has_a_group_again(pair: RankPool) -> None:
+    assert wrong_in(pair, destroys) == []
+    assert wrong_in(pair, sums) == ["rank 1, something else: 1 is not 0"]
 
 
-def test_the_next_scenario_has_a_group_again(answers: list[ScenarioAnswers]) -> None:
-    assert answers[0]["has a group"] is False
-    assert answers[0]["the sum"] == 1.0
+def test_scenarios_of_a_module_are_found() -> None:
+    assert scenarios_in(globals()) == [sums, processes, dies, raises, destroys, equal_sums, one_dies]
 
 
 def equal_sums(rank: int, world_size: int, group: Any) -> Claims:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.process.scenarios import Claims, ShmScenario, ShmScenarios
+from tests.process.scenarios import Claims, ShmScenario, ShmScenarios, name_of, scenarios_in
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -994,59 +994,7 @@ def sparse_tensors_are_added(rank: int, size: int, group: Any) -> Claims:
     yield "dense afterwards", tensor, torch.full((3,), float(size))
 
 
-SCENARIOS = (
-    all_reduce_has_the_values_of_gloo,
-    all_reduce_refuses_what_has_no_meaning,
-    all_reduce_with_a_factor,
-    all_reduce_adds_in_the_order_of_the_tree,
-    all_reduce_of_every_float_in_the_order_of_the_tree,
-    all_reduce_in_the_groups_memory,
-    group_memory_is_given_back,
-    all_reduce_of_any_layout,
-    all_reduce_carries_what_is_not_a_number,
-    collectives_do_not_meet_autograd,
-    inference_tensors_are_carried,
-    inference_mode_leaves_nothing_behind,
-    messages_into_inference_tensors,
-    tensors_of_one_element_or_none_may_have_strides,
-    conjugate_views_are_filled_through_the_groups_methods,
-    a_factor_does_not_change_the_dtype,
-    all_reduce_of_several_tensors,
-    broadcast_gives_the_roots_values,
-    reduce_gives_the_root_the_reduction,
-    all_gather_collects_every_rank,
-    gathers_of_several_tensors,
-    reduce_scatter_gives_every_rank_its_piece,
-    all_to_all_exchanges_pieces,
-    gather_and_scatter_have_a_root,
-    lazily_negated_tensors_are_carried_by_value,
-    barrier_waits_for_every_rank,
-    objects_are_carried,
-    messages_find_the_receive_with_their_tag,
-    messages_of_every_kind,
-    messages_from_any_rank,
-    messages_from_any_rank_out_of_order,
-    messages_around_a_ring,
-    messages_keep_their_order,
-    calls_may_be_waited_for_in_any_order,
-    calls_go_on_though_nobody_waits,
-    a_future_is_told_though_an_older_receive_waits,
-    futures_hold_the_tensors,
-    a_callback_may_communicate,
-    synchronous_calls_take_their_turn,
-    groups_are_apart,
-    part_of_the_ranks_may_be_a_group,
-    threads_with_a_group_each,
-    threads_with_one_group,
-    sparse_tensors_are_added,
-)
-
-
-def name_of(scenario: ShmScenario) -> str:
-    return scenario.__name__
-
-
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=name_of)
+@pytest.mark.parametrize("scenario", scenarios_in(globals()), ids=name_of)
 def test_scenario(shm_scenarios: ShmScenarios, scenario: ShmScenario, world_size: int) -> None:
     assert shm_scenarios.wrong_in(scenario, world_size) == []

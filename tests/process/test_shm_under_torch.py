@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as dcp
-from tests.process.scenarios import Claims, ShmScenario, ShmScenarios
+from tests.process.scenarios import Claims, ShmScenario, ShmScenarios, name_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -348,10 +348,6 @@ IN_TWO = (
     compiled_ddp_trains_as_uncompiled,
 )
 IN_FOUR = (a_mesh_has_two_dimensions, fsdp_replicates_and_shards, dtensors_are_redistributed)
-
-
-def name_of(scenario: ShmScenario) -> str:
-    return scenario.__name__
 
 
 def test_hooks_may_wait_for_a_collective_in_a_callback(shm_scenarios: ShmScenarios) -> None:
