@@ -1,7 +1,7 @@
 """Two real processes that run a script, each as if it had been started alone: no launcher ends one after the other.
 
-They are forked from the server of `tests/process/ranks.py`, so a pair costs 50 ms and not 5 s. A rank reports its messages
-while it runs, over a pipe, so that what it said is known even if it never ends.
+They are forked from the server of `tests/process/ranks.py`, so a pair costs 50 ms and not 5 s. A rank reports its
+messages while it runs, over a pipe, so that what it said is known even if it never ends.
 """
 
 import atexit
