@@ -12,6 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 train: $(STAMP)
 	$(VENV)/bin/lockstep train $(CONFIG)
+	@if [ "$(CONFIG)" = examples/digits.yaml ]; then $(VENV)/bin/python examples/known_digests.py; fi
 
 # The types are checked beside the tests, while these wait for something.
 test: style
