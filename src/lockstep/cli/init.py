@@ -1,6 +1,7 @@
 """`lockstep init KIND`: write a config and a module that train at once, to be changed step by step."""
 
 import csv
+import sys
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
@@ -9,12 +10,16 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.main import command
+from lockstep.devices import take_inventory
+from lockstep.devices.choose import NUM_CPU_WORKERS
 from lockstep.errors import UsageError
 
 _NUM_PICTURES = 40
 _SIZE = 24
 _NUM_ROWS = 400
 _NUM_TEXTS = 200
+_SHARDS = 4
+"""The number in the configs that are copied."""
 
 
 _KINDS = ("blank", "images", "table", "text")
@@ -30,6 +35,10 @@ def init(
         str, typer.Argument(metavar=f"[{'|'.join(_KINDS)}]", help="What the data are.", autocompletion=_complete_kind)
     ] = "blank",
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to write.")] = Path(),
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="On how many cards, or processes of a CPU, it will train at most.  [default: asks]"),
+    ] = None,
 ) -> None:
     """Write mine.yaml and mine.py, which train at once, and a few sample data.
 
@@ -43,6 +52,9 @@ def init(
     there = [name for name in names if (folder / name).exists()]
     if {"mine.py", "mine.yaml"} & set(there):
         raise UsageError(f"{folder / there[0]} exists already, and is not overwritten. Name another folder. (LS815)")
+    if workers is None and sys.stdin.isatty():
+        found = len(take_inventory().gpus) or NUM_CPU_WORKERS
+        workers = typer.prompt("On how many cards, or processes of a CPU, will it train at most?", found, type=int)
     starter = files("lockstep.cli.starter")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,13 +62,20 @@ def init(
             _WRITERS[kind](folder / _SAMPLES[kind])
         for suffix in ("py", "yaml"):
             text = starter.joinpath(f"{kind}.{suffix}").read_text("utf-8")
-            (folder / f"mine.{suffix}").write_text(_with_own_classes(text, kind, folder), encoding="utf-8")
+            text = _with_shards(_with_own_classes(text, kind, folder), workers)
+            (folder / f"mine.{suffix}").write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{error.filename or folder} cannot be written: {error}. (LS815)") from error
     typer.echo(f"wrote {', '.join(str(folder / name) for name in names if name not in there)}")
     typer.echo(f"train:    lockstep train {folder / 'mine.yaml'}")
     typer.echo("evaluate: lockstep evaluate runs/mine")
     typer.echo("predict:  lockstep predict runs/mine --data mine:new -o predictions.csv")
+
+
+def _with_shards(text: str, workers: int | None) -> str:
+    """Return a config with a number of shards that its workers share evenly: a multiple of them, 4 or more."""
+    workers = max(workers or 1, 1)
+    return text.replace(f"num_shards: {_SHARDS} ", f"num_shards: {workers * -(-_SHARDS // workers)} ")
 
 
 def _with_own_classes(text: str, kind: str, folder: Path) -> str:

@@ -46,7 +46,7 @@ from lockstep.runs.changes import check_names
 from lockstep.runs.config import Config, read_config
 from lockstep.runs.directory import METRICS_NAME, REPORT_NAME, discard_unused
 from lockstep.runs.listing import FitResult, StopResult, forget_ending, write_ending
-from lockstep.runs.opening import OpenedRun, OpenRequest, open_run
+from lockstep.runs.opening import OpenedRun, OpenRequest, open_run, with_recorded_shards
 from lockstep.settings import read_settings
 
 if TYPE_CHECKING:
@@ -146,9 +146,14 @@ class EndedRun:
 
 
 def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[str], *, force: bool) -> EndedRun:
+    wanted = with_recorded_shards(wanted)
     config = wanted.config
-    placement = place_workers(config.device_ids, workers=config.workers, force=force, max_workers=config.num_shards)
-    config.check_workers(len(placement.devices))
+    placement = place_workers(config.device_ids, workers=config.workers, force=force, max_workers=config.most_workers)
+    num_workers = len(placement.devices)
+    is_said = config.workers is not None or str(config.device_ids).startswith("cpu")
+    usual, config = config.num_shards, config.with_shards(num_workers, is_said=is_said)
+    config.check_workers(num_workers)
+    wanted = replace(wanted, config=config)
     with ExitStack() as held:
         template = make_template(  # it imports torch while this opens the run
             held,
@@ -159,9 +164,16 @@ def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[
         )
         job = _open(wanted, held)
         typer.echo(f"devices: {placement.reason}")
+        if config.num_shards != usual:
+            typer.echo(f"num_shards is {config.num_shards}, for {num_workers} workers: the config has none")
         if placement.hint and config.balance != "speed":
             typer.echo(f"hint: {placement.hint}")
-        typer.echo(f"starting {counted(len(placement.devices), 'worker')}, which import torch first ...")
+        if config.total_shards % num_workers:
+            typer.echo(
+                f"hint: {counted(config.total_shards, 'shard')} on {num_workers} workers: those with one more make the "
+                "others wait. A new run is faster with a num_shards that is a multiple of the workers"
+            )
+        typer.echo(f"starting {counted(num_workers, 'worker')}, which import torch first ...")
         if config.on_worker_loss is None and not config.continues_on(_types(placement)):
             _warn_of_no_effect(config, "on GPUs, where a lost worker ends the run unless on_worker_loss is continue")
         elastic = Elastic(
@@ -250,13 +262,19 @@ def _name_resumption(error: WorkerFailedError, arguments: Sequence[str], run_dir
 
 def _train_joined(wanted: OpenRequest, stop: StopRequest, launcher: "WorldVariables") -> EndedRun:
     """Train as one of the workers that another launcher has started; rank 0 prints the result."""
-    config = wanted.config
-    world = join_started(config.device_ids)
-    config.check_workers(world.world_size)
+    world = join_started(wanted.config.device_ids)
     if world.rank == 0:
-        _warn_of_no_effect(config, "under another launcher, which starts and ends the workers itself")
+        _warn_of_no_effect(wanted.config, "under another launcher, which starts and ends the workers itself")
+
+    def open_here() -> Job:
+        found = with_recorded_shards(wanted)
+        config = found.config.with_shards(world.world_size, is_said=True)
+        config.check_workers(world.world_size)
+        return _open(replace(found, config=config), held)
+
     with ExitStack() as held:
-        job: Job = world.from_first(lambda: _open(wanted, held))
+        job: Job = world.from_first(open_here)
+        config = job.config
         if world.rank == 0:
             stop.add_listener(_report_request)
         with _cleaning_up(job.run_dir, stop, with_report=config.report) if world.rank == 0 else nullcontext():

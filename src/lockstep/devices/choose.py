@@ -219,6 +219,8 @@ def _choose_free(wanted: Auto, inventory: Inventory, *, force: bool, max_workers
     refused = [f"{short_label(gpu)} {why}" for gpu, why in zip(inventory.gpus, obstacles, strict=True) if why]
     shared = [f"{short_label(gpu)} is also {by}" for gpu in chosen if (by := find_occupants(gpu, inventory))]
     spare = [f"{short_label(gpu)} is free too" for gpu in takeable if gpu not in chosen]
+    if spare and wanted.count is None:
+        spare.append(f"at most {counted(num_workers, 'worker')} can have a shard, a new run more with more num_shards")
     return _place([[gpu] for gpu in chosen], "; ".join((*shared, *refused, *spare)))
 
 

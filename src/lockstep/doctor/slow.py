@@ -286,13 +286,21 @@ def _judge(uses: Sequence[TimeUse], causes: Mapping[int, tuple[str, ...]]) -> Sl
         sentences.append(
             f"Ranks wait for each other for up to {max(waiting):.0%} of the time, now for one, now for another."
         )
-    sentences += _about_unequal_work(late, others) if is_behind else ()
+    more_work = _about_unequal_work(late, others) if is_behind else []
+    sentences += more_work
     if bound == "callbacks" and guide.callback:
         sentences.append(f"Most of it is in {guide.callback}.")
     slow_ones = [late] if is_behind else uses
     sentences += [f"Rank {use.rank}: {'; '.join(causes[use.rank])}." for use in slow_ones if use.rank in causes]
     is_slower = is_behind and bound == "forward and backward"
-    sentences.append(_ADVICE_ON_ONE if is_slower else _ADVICE[bound])
+    num_shards = round(sum(use.shards_per_step for use in uses))
+    if more_work and num_shards % len(uses):
+        sentences.append(
+            f"{num_shards} shards on {len(uses)} workers are unequal: make num_shards a multiple of the workers, which "
+            "a new run can, or take a number of workers that divides it."
+        )
+    else:
+        sentences.append(_ADVICE_ON_ONE if is_slower else _ADVICE[bound])
     second = max((name for name in PARTS if name != bound), key=lambda name: guide.shares[name])
     is_close = guide.shares[second] > guide.shares[bound] - _NEARLY
     if not is_late_in_a_part and is_close and second != "waiting":

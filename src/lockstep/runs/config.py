@@ -110,7 +110,8 @@ class Config(BaseModel):
     lengths: ImportPath | None = None
     """Import path of a function of the training set that returns the length of each sample: similar ones in a batch."""
     num_shards: int = Field(default=4, ge=1)
-    """Number of parts of each batch. It belongs to the run, so the number of workers does not change the result."""
+    """Number of parts of each batch. It belongs to the run, so the number of workers does not change the result. Where
+    it is not set, a run begins with one that fits its workers: `with_shards`."""
     accumulate: int = Field(default=1, ge=1)
     """By how much the number of parts is multiplied, to use less memory: gradients of the parts are added."""
     epochs: int = Field(default=10, ge=1)
@@ -273,6 +274,22 @@ class Config(BaseModel):
     def continues_on(self, device_types: Collection[str]) -> bool:
         """Return whether the others continue when a worker on these types of devices is killed."""
         return self.on_worker_loss == "continue" or (self.on_worker_loss is None and {"cpu"}.issuperset(device_types))
+
+    @property
+    def most_workers(self) -> int:
+        """How many workers can have a shard, at most."""
+        return self.num_shards if "num_shards" in self.model_fields_set else self.batch_size // self.accumulate
+
+    def with_shards(self, num_workers: int, *, is_said: bool) -> "Config":
+        """Return the config of a new run, without `num_shards` with a multiple of its workers, 4 or more.
+
+        Where the number of workers `is_said`, up to 4 have 4 shards: their results can be compared with each other.
+        """
+        usual = self.num_shards
+        if "num_shards" in self.model_fields_set or (is_said and num_workers <= usual):
+            return self
+        fitting = num_workers * -(-usual // num_workers)
+        return self.model_copy(update={"num_shards": fitting}) if fitting <= self.most_workers else self
 
     def check_workers(self, num_workers: int) -> None:
         if num_workers > self.num_shards:

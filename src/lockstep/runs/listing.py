@@ -89,7 +89,7 @@ def _find(folder: Path, depth: int) -> Iterator[Path]:
 
 def _look(path: Path) -> ListedRun:
     manifest = _read_newest(path)
-    config = manifest.get("config") or _read_config(path)
+    config = manifest.get("config") or _read_yaml(path)
     start = next(iter(read_starts(path)), {})
     holder = find_holder(path)
     epochs = config.get("epochs")
@@ -139,7 +139,17 @@ def _read_newest(path: Path) -> Mapping[str, Any]:
     return {}
 
 
-def _read_config(path: Path) -> Mapping[str, Any]:
+def recorded_config(path: Path) -> Mapping[str, Any]:
+    """Return the config of a run directory or a checkpoint (local); empty where none can be read."""
+    if path.is_dir():
+        return _read_newest(path).get("config") or _read_yaml(path)
+    try:
+        return peek_manifest(path).get("config") or {}
+    except CheckpointError:
+        return {}
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
         found = YAML(typ="safe", pure=True).load((path / CONFIG_NAME).read_text("utf-8"))
     except (OSError, YAMLError, ValueError):

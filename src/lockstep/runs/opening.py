@@ -45,6 +45,7 @@ from lockstep.runs.directory import (
     read_starts,
     write_config,
 )
+from lockstep.runs.listing import recorded_config
 
 if TYPE_CHECKING:  # opening a new run needs no torch
     from lockstep.checkpoint.manifest import Manifest
@@ -112,6 +113,21 @@ def open_run(wanted: OpenRequest, held: ExitStack, warn: Tell) -> OpenedRun:
         write_config(run_dir, config)
         return OpenedRun(run_dir=run_dir, origin=None, changes=())
     return _continue(wanted, held, warn, None)
+
+
+def with_recorded_shards(wanted: OpenRequest) -> OpenRequest:
+    """Return the request with the `num_shards` that its run began with, if its config names none (local)."""
+    config, path = wanted.config, None
+    if "num_shards" in config.model_fields_set:
+        return wanted
+    if wanted.resumed is not None:
+        path = Path(wanted.resumed) if wanted.resumed else find_run_directory(config.run_dir, wanted.name)
+    elif config.resume == "auto":
+        path = find_own_run(config, wanted.name, wanted.job)
+    if path is None:
+        return wanted
+    number = recorded_config(path).get("num_shards", config.num_shards)
+    return replace(wanted, config=config.model_copy(update={"num_shards": number}))
 
 
 def _continue(wanted: OpenRequest, held: ExitStack, warn: Tell, locked: Path | None) -> OpenedRun:

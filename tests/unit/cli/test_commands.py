@@ -144,6 +144,12 @@ def test_what_is_commented_out_can_be_used(kind: str, tmp_path: Path, monkeypatc
     sys.modules.pop("mine")
 
 
+@pytest.mark.parametrize(("workers", "num_shards"), [(1, 4), (3, 6), (6, 6)])
+def test_the_workers_share_the_shards_evenly(workers: int, num_shards: int, tmp_path: Path) -> None:
+    CliRunner().invoke(app, ["init", "table", str(tmp_path), "--workers", str(workers)])
+    assert read_config(tmp_path / "mine.yaml").num_shards == num_shards
+
+
 def test_a_kind_that_is_misspelt_is_told(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["init", "image", str(tmp_path)])
     assert done.exit_code == 2

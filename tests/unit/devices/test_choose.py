@@ -165,6 +165,13 @@ def test_auto_says_why_it_leaves_cards_out() -> None:
     assert "GPU 3 has 4.0 GiB of free memory (held by alice" in reason
 
 
+def test_auto_says_that_the_shards_are_the_limit() -> None:
+    # 4 of 6 free cards were taken, and nothing said why.
+    assert choose_devices("auto", inventory=FOUR, max_workers=3).reason.endswith(
+        "is free too; at most 3 workers can have a shard, a new run more with more num_shards)"
+    )
+
+
 def test_auto_without_a_free_card_lists_them_all_and_does_not_go_to_the_cpu() -> None:
     with pytest.raises(DeviceError) as refused:
         choose_devices("auto", inventory=machine(held(0), gpu(1, problem="it is lost"), gpu(2, is_visible=False)))

@@ -105,6 +105,19 @@ def test_more_work_is_named_and_not_the_communication_that_only_its_rank_sees() 
     assert "It has more work: 1.0 shards with 48 samples in a step, the others 16 samples." in found.text
 
 
+def test_shards_that_are_no_multiple_of_the_workers_are_named_as_the_cause() -> None:
+    # With 3 workers and 4 shards it advised to look for other processes on the cores of the one with two.
+    quick, slow = {**EVEN, "work": 20}, {**EVEN, "work": 60}
+    files = [recorded(0, quick, slow), recorded(1, slow, quick)]
+    for file, kinds in zip(files, ([EventKind.SHARD], [EventKind.SHARD, EventKind.LOADING]), strict=True):
+        is_shard = np.isin(file.table["kind"], [int(kind) for kind in kinds])
+        file.table["kind"][is_shard], file.table["size"][is_shard] = EventKind.SHARD, 16
+    text = find_slow(files).text
+    assert "It has more work: 2.0 shards with 32 samples" in text
+    assert "3 shards on 2 workers are unequal: make num_shards a multiple of the workers" in text
+    assert "other processes" not in text
+
+
 def test_a_save_after_the_last_step_counts_in_none() -> None:
     # It was divided by the time of the steps before it: saving took 1,200% of the time, and bounded the step.
     file = recorded(0, EVEN, EVEN)

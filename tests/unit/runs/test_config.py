@@ -114,6 +114,25 @@ def test_more_workers_than_shards_is_refused() -> None:
         config.check_workers(5)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "num_workers", "is_said", "num_shards"),
+    [
+        ([], 2, False, 4),
+        ([], 3, False, 6),
+        ([], 3, True, 4),  # 1, 2, 3 and 4 workers can be compared
+        ([], 6, False, 6),
+        ([], 6, True, 6),
+        (["num_shards=4"], 6, False, 4),
+        (["batch_size=8", "accumulate=2"], 3, False, 4),  # 6 shards would be 12 parts
+    ],
+)
+def test_a_new_run_has_as_many_shards_as_its_workers_share(
+    overrides: list[str], num_workers: int, is_said: bool, num_shards: int, tmp_path: Path
+) -> None:
+    config = read_config(write(tmp_path, MINIMAL), overrides).with_shards(num_workers, is_said=is_said)
+    assert config.num_shards == num_shards
+
+
 def test_a_run_does_not_start_with_fewer_workers_than_it_may_have_left(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, MINIMAL), ["min_workers=2"])
     config.check_workers(2)

@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,20 @@ from lockstep.checkpoint.file import read_manifest, save_checkpoint
 from lockstep.checkpoint.manifest import Checkpoint, Manifest
 from lockstep.errors import CheckpointError, ConfigError, RunDirectoryError
 from lockstep.runs.config import parse_config
-from lockstep.runs.opening import NEWEST, OpenedRun, OpenRequest, open_run
+from lockstep.runs.opening import NEWEST, OpenedRun, OpenRequest, open_run, with_recorded_shards
 
 VALUES = {"model": "mine:Net", "data": "mine:data"}
 
 
 def save(path: Path, global_step: int, **values: Any) -> Path:
     manifest = Manifest(
-        **{"epoch": 0, "step": 1, **values},
+        **{"epoch": 0, "step": 1, "config": parse_config(VALUES, "config").model_dump(), **values},
         global_step=global_step,
         num_shards=4,
         seed=0,
         digest="",
         optimizer=None,
         scheduler=None,
-        config=parse_config(VALUES, "config").model_dump(),
     )
     save_checkpoint(path, Checkpoint(model={"a": torch.ones(2)}, optimizer={}, manifest=manifest))
     return path
@@ -68,6 +68,23 @@ def test_a_run_continues_in_its_own_directory(old: Path, resumed: str) -> None:
     assert run.origin is not None
     assert run.origin.checkpoint == old / "step-00000007.ckpt"
     assert [str(change) for change in run.changes] == ["epochs was 10 and is now 3"]
+
+
+@pytest.mark.parametrize("resumed", [NEWEST, "runs/mine", "runs/mine/step-00000007.ckpt", None])
+def test_a_run_keeps_the_number_of_shards_with_which_it_began(old: Path, resumed: str | None) -> None:
+    for path in old.glob("step-*.ckpt"):
+        path.unlink()
+    save(old / "step-00000007.ckpt", 7, config=parse_config(VALUES | {"num_shards": 6}, "config").model_dump())
+    wanted = OpenRequest(
+        config=parse_config(VALUES, "config"), name="mine", resumed=resumed, has_run_dir_override=False, allowed=()
+    )
+    found = with_recorded_shards(wanted).config
+    assert found.num_shards == (4 if resumed is None else 6)
+    assert found.with_shards(3, is_said=False).num_shards == 6
+    (old / "step-00000007.ckpt").unlink()
+    (old / "config.yaml").write_text("num_shards: 8")  # killed before its first checkpoint
+    own = replace(wanted, resumed=None, config=parse_config(VALUES | {"run_dir": str(old), "resume": "auto"}, "config"))
+    assert with_recorded_shards(own).config.num_shards == 8
 
 
 @pytest.mark.parametrize("resumed", ["runs/mine/step-00000003.ckpt", "runs/mine/best.ckpt"])
