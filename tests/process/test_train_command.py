@@ -352,7 +352,7 @@ def test_a_second_training_in_a_directory_is_refused(
     [
         (["gone.yaml"], "no config file"),
         (["mine.yaml", "workers=0"], "at least 1"),
-        (["mine.yaml", "workers=5"], "5 workers cannot share num_shards = 4"),
+        (["mine.yaml", "workers=5", "num_shards=4"], "5 workers cannot share num_shards = 4"),
         (["mine.yaml", "device_ids=[99]"], "asks for GPU 99"),
         (["mine.yaml", "--resume"], "no run directory run"),
         (["mine.yaml", "run_dir=taken"], "exists already"),
