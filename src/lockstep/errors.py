@@ -55,6 +55,18 @@ def chain_of(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+def missing_extra(error: ImportError) -> Exception:
+    """Return what to raise for a package that could not be imported: an error that names the extra which brings it."""
+    package = (error.name or "").partition(".")[0]
+    found = [(extra, what) for extra, (what, packages) in _EXTRAS.items() if package in packages]
+    if not found:
+        return error
+    [(extra, what)] = found
+    return UsageError(
+        f"{what} needs the package {package}, which is not installed: pip install 'lockstep-ddp[{extra}]'. (LS822)"
+    )
+
+
 def describe_exception(error: BaseException) -> str:
     """Return its class and its text, for a message; also where the text cannot be made, or is not to be encoded."""
     try:
@@ -62,6 +74,13 @@ def describe_exception(error: BaseException) -> str:
     except Exception:  # noqa: BLE001 - a user's class may raise anything
         text = "<its text cannot be made>"
     return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()
+
+
+_EXTRAS = {
+    "train": ("The command lockstep, or a config,", {"PIL", "pydantic", "pydantic_core", "rich", "ruamel", "typer"}),
+    "report": ("report.html", {"bokeh", "jinja2"}),
+}
+"""By its name in pyproject.toml: what an extra is for, and its packages as they are imported."""
 
 
 class LockstepError(RuntimeError):

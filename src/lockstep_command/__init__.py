@@ -25,10 +25,17 @@ def main() -> None:
     gc.disable()
     _put_off_package_init()
     # Not at the top of the file: the signal handler must be set before these imports.
-    if sys.argv[1:2] == ["run"]:
-        from lockstep.cli.run import main as run
-    else:
-        from lockstep.cli.main import main as run
+    try:
+        if sys.argv[1:2] == ["run"]:
+            from lockstep.cli.run import main as run
+        else:
+            from lockstep.cli.main import main as run
+    except ModuleNotFoundError as error:
+        from lockstep.errors import missing_extra
+
+        if (explained := missing_extra(error)) is error:
+            raise
+        sys.exit(f"error: {explained}")
     gc.freeze()
     gc.enable()
     run()

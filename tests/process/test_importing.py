@@ -92,3 +92,34 @@ def test_what_the_launcher_needs_loads_without_torch() -> None:
     ]
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL, *names], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+WITHOUT_EXTRAS = """
+import importlib, pkgutil, sys
+import lockstep
+sys.modules |= dict.fromkeys("PIL bokeh jinja2 pydantic pydantic_core rich ruamel typer".split())
+for found in pkgutil.walk_packages(lockstep.__path__, "lockstep."):
+    if not found.name.startswith(sys.argv[1:]) and not found.ispkg:
+        importlib.import_module(found.name)
+from lockstep.report.page import make_page
+make_page([])
+"""
+
+
+def test_the_wrapper_and_the_trainer_need_no_package_of_an_extra() -> None:
+    ours = ["cli", "report", "runs", "recipes.images", "doctor.report", "plugins", "drop_in", "torch_private.startup"]
+    names = [f"lockstep.{each}" for each in [*ours, "__main__"]]
+    code = WITHOUT_EXTRAS.replace("sys.argv[1:]", repr(tuple(names)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    said = [line for line in done.stderr.splitlines() if line]
+    # The page needs what a config needs, and comes first here.
+    assert said[-1].endswith(
+        "needs the package pydantic, which is not installed: pip install 'lockstep-ddp[train]'. (LS822)"
+    )
+
+
+def test_the_command_names_the_extra_that_it_needs() -> None:
+    code = "import sys; sys.modules['typer'] = None; import lockstep_command; lockstep_command.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "pip install 'lockstep-ddp[train]'. (LS822)" in done.stderr

@@ -25,7 +25,7 @@ from lockstep.cli.main import FORCE, command, table_console
 from lockstep.cli.options import CONFIG, VALUES, ResumingCommand, find_config
 from lockstep.devices import Placement, place_workers
 from lockstep.devices.choose import CPU
-from lockstep.errors import CheckpointError, UsageError, WorkerFailedError, counted
+from lockstep.errors import CheckpointError, UsageError, WorkerFailedError, clause, counted
 from lockstep.events import Recorder, Recorders
 from lockstep.launch.launcher import (
     LaunchSettings,
@@ -415,8 +415,8 @@ def _write_report(run_dir: Path) -> None:
         from lockstep.report.page.run_data import read_run
 
         write_page([read_run(run_dir, str(run_dir))], run_dir / REPORT_NAME)
-    except Exception as error:  # noqa: BLE001 - must not hide how the run ended; an environment may lack Bokeh
-        why = f"{type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 - must not hide how the run ended
+        why = clause(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
         again = f"`lockstep report {run_dir}` tries again"
         typer.echo(f"warning: {run_dir / REPORT_NAME} could not be written: {why}. {again}. (LS815)", err=True)
 

@@ -7,14 +7,25 @@ from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-
 from lockstep.devices import parse_request
-from lockstep.errors import ConfigError, DeviceError, clause, counted
+from lockstep.errors import ConfigError, DeviceError, clause, counted, missing_extra
 from lockstep.launch.restarts import USUAL_RESPAWNS
+
+try:
+    from pydantic import (
+        BaseModel,
+        ConfigDict,
+        Field,
+        StringConstraints,
+        ValidationError,
+        field_validator,
+        model_validator,
+    )
+    from pydantic_core import ErrorDetails
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+except ModuleNotFoundError as error:  # trackers in a loop of one's own, which the command has not started
+    raise missing_extra(error) from error
 
 ImportPath = Annotated[str, StringConstraints(strict=True, pattern=r"^[\w.]+:[\w.]+$")]
 NamedObject = ImportPath | Annotated[dict[ImportPath, dict[str, Any]], Field(min_length=1, max_length=1)]

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from lockstep.checkpoint.atomic_write import atomic_write_text
 from lockstep.doctor.slow import find_slow, recorded_usage
+from lockstep.errors import missing_extra
 from lockstep.report.page.measure import Forecast, forecast_steps, measure_steps, time_shares
 from lockstep.report.page.run_data import RunData
 from lockstep.report.page.texts import SHARE_COLOURS, TEXTS
@@ -39,10 +40,12 @@ def write_page(runs: Sequence[RunData], path: Path) -> None:
 
 
 def make_page(runs: Sequence[RunData]) -> str:
-    from bokeh.embed import components
-    from bokeh.resources import Resources
-    from jinja2 import Environment
-
+    try:
+        from bokeh.embed import components
+        from bokeh.resources import Resources
+        from jinja2 import Environment
+    except ModuleNotFoundError as error:
+        raise missing_extra(error) from error
     differences = find_differences([run.listed for run in runs]) if len(runs) > 1 else []
     figures = _draw(runs)
     scripts, divisions = components(figures) if figures else ("", {})
