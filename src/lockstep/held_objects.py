@@ -205,7 +205,7 @@ class Walk:
         elif kind is types.FunctionType:
             yield from self._parts_of_function(value)
         elif kind is types.MethodType:
-            yield _Part("self", value.__self__, names=_names_in(getattr(value.__func__, "__code__", None)))
+            yield _Part("self", value.__self__, names=names_in_code(getattr(value.__func__, "__code__", None)))
             yield _Part("func", value.__func__)
         elif isinstance(value, partial):
             yield from (_Part(name, getattr(value, name)) for name in ("func", "args", "keywords"))
@@ -252,7 +252,7 @@ class Walk:
         self._note_place(lambda: map(found.get, names))
         for name in names:
             if name in found and not self._is_libraries_own(found[name]):
-                yield _Part(name, found[name], found, name, _names_in(code))
+                yield _Part(name, found[name], found, name, names_in_code(code))
 
     def _is_libraries_own(self, value: Any) -> bool:
         """Whether a global name is a library's module, class or function."""
@@ -362,7 +362,7 @@ class Walk:
             if name in vars(each) and not self._is_of_library(_module_of(each)):
                 member = vars(each)[name]
                 functions = _functions_of(member)
-                found += [_Part("", _Mentioned(owner, _names_in(one.__code__), one)) for one in functions]
+                found += [_Part("", _Mentioned(owner, names_in_code(one.__code__), one)) for one in functions]
                 if isinstance(member, types.MemberDescriptorType):
                     found += [_Part(name, getattr(owner, name), owner, name)] if hasattr(owner, name) else []
                 elif not functions:
@@ -425,7 +425,7 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(name for name in names if name != "__name__")
 
 
-def _names_in(code: types.CodeType | None) -> tuple[str, ...]:
+def names_in_code(code: types.CodeType | None) -> tuple[str, ...]:
     """Return the names that a function mentions, in the functions within it too."""
     found: dict[str, None] = {}
     waiting = [code] if code is not None else []

@@ -59,9 +59,10 @@ def correct(right: Callable[[], Any] | str) -> Callable[[Run], Script]:
 
 def net(*, dropout: float = 0.0, norm: bool = False, seed: int = 0) -> nn.Sequential:
     """Return a classifier of 4 features into 3 classes."""
-    torch.manual_seed(seed)
-    middle = [nn.BatchNorm1d(8)] if norm else []
-    return nn.Sequential(nn.Linear(4, 8), *middle, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
+    with torch.random.fork_rng():  # each rank goes on with numbers of its own
+        torch.manual_seed(seed)
+        middle = [nn.BatchNorm1d(8)] if norm else []
+        return nn.Sequential(nn.Linear(4, 8), *middle, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
 
 
 def batch(step: int, rank: int, size: int = 4) -> Batch:

@@ -7,6 +7,7 @@ from tests.mistakes import (
     changes,
     collectives,
     correct,
+    drawn,
     habits,
     mean,
     models,
@@ -33,6 +34,7 @@ SCRIPTS: Mapping[str, Script] = MappingProxyType(
             correct,
             unusual,
             changes,
+            drawn,
         )
         for script in vars(module).values()
         if isinstance(script, Script)

@@ -109,19 +109,6 @@ def the_scaler_is_on_on_one_rank(rank: int, wrap: Wrap):
     return model
 
 
-@mistake(GRADIENT)
-def scalers_begin_with_unlike_scales(rank: int, wrap: Wrap):
-    model = wrap(net())
-    optimizer = sgd(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0 * (1 + rank))
-    for data in batches(rank):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, data)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return model
-
-
 @mistake(OPTION)
 def a_broadcast_config_is_not_read_back(rank: int, wrap: Wrap):
     config = {"lr": 0.2} if rank == 0 else {"lr": 0.1}

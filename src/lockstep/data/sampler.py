@@ -78,7 +78,8 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         super().__init__(dataset, num_replicas, world.rank if rank is None else rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.pad = pad
         self._length = -1
-        self._num_epochs_set = 0
+        self.num_epochs_set = 0
+        """How often `set_epoch` was called: 0 in a first epoch that was not told."""
         self._finished: _Order | None = None
         self._repeated: _Order | None = None
         self.is_order_told = False
@@ -92,7 +93,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation; call before each epoch, on every rank, or every epoch has the same order."""
         super().set_epoch(epoch)
-        self._num_epochs_set += 1
+        self.num_epochs_set += 1
 
     def __len__(self) -> int:
         self._follow_dataset()
@@ -100,7 +101,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         self._follow_dataset()
-        order = (self._num_epochs_set, self.epoch, self.seed)
+        order = (self.num_epochs_set, self.epoch, self.seed)
         if order == self._repeated:  # and an epoch after that begins in this order, so it was not only inspected
             self._warn_of_repeated_order()
         is_repeated = order == self._finished and self._order_matters()

@@ -47,6 +47,7 @@ from lockstep.engine.step_table import CurrentStep, StepPart
 from lockstep.engine.user_function import EXPLAINED_ERRORS, StepPlace, UserFunction
 from lockstep.errors import GroupError, LossError
 from lockstep.means import Mean
+from lockstep.parallel.buffers import warn_of_missed_states
 from lockstep.processes.reproducibility import keep_generator_states, reseed_generators
 from lockstep.recording import NO_EVENT, EventKind, own_recorder
 from lockstep.reduce import ShardReducer, TrainedModel
@@ -207,6 +208,7 @@ class ShardRuns:
         if looks:
             warn_of_pair(result)
             function, model = self._loss.function, self.state.model
+            warn_of_missed_states(model)
             compares = warn_of_compared_samples(model, function, loss, part.num_samples, batch.num_shards)
             # A loss with collectives would wait for the other workers.
             has_called = OPEN_GROUPS.num_calls() != num_calls

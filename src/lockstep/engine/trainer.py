@@ -30,6 +30,7 @@ from lockstep.engine.shard_runs import Loss
 from lockstep.engine.state_parts import Scheduler, Stateful
 from lockstep.engine.step_engine import StepEngine
 from lockstep.engine.step_table import StepResult
+from lockstep.parallel.buffers import warn_of_missed_states
 from lockstep.reduce import BucketLimits
 from lockstep.torch_private.compiler import compile_module
 
@@ -148,6 +149,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         world = join_world() if world is None else world
+        warn_of_missed_states(model)
         if precision == "float16" and scaler is None:
             scaler = GradScaler(find_device_type(model))
         arguments = TrainerArguments(

@@ -30,12 +30,12 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.comm import World, broadcast_tensors, ordered_hook, ring_hook
 from lockstep.parallel.arguments import count_samples, puts_time_first
 from lockstep.parallel.buffers import (
-    LoadedKeys,
     ModuleBuffers,
     ModuleHook,
     broadcast_model,
     buffers_go_before_forward,
     send_no_buffers,
+    warn_of_missed_states,
 )
 from lockstep.parallel.comparison import ComparisonOptions, RankComparison
 from lockstep.reduce import (
@@ -97,7 +97,6 @@ class ModuleSync(JoinHook):
         self._delayed = delayed
         self._syncs_buffers = reducing.compares_buffers
         self._puts_time_first = puts_time_first(wrapper.module)
-        self._loaded = LoadedKeys()
         if model.trained:
             self.reducer = Reducer(model, world, replace(reducing, local_mean=self.mean), self.mean)
             self.reducer.schedule.send_besides = partial(_start_weakly, weakref.WeakMethod(self.start_buffers))
@@ -111,7 +110,6 @@ class ModuleSync(JoinHook):
         _close_orphans(wrapper.module)
         # On the inner module, so that a forward through `.module` is seen as well.
         self._handles: list[RemovableHandle] = [
-            wrapper.module.register_load_state_dict_post_hook(self._loaded),
             wrapper.module.register_forward_pre_hook(ForwardHook(self, self.before_forward), with_kwargs=True),
             wrapper.module.register_forward_hook(ForwardHook(self, self.after_forward), with_kwargs=True),
         ]
@@ -140,7 +138,7 @@ class ModuleSync(JoinHook):
         sends_buffers = trains and (reducer is None or reducer.watch.synchronizes) and self._will_send_buffers(wrapper)
         joins = wrapper is not None and joins_uneven_inputs(wrapper)
         self.set_joining(joins)
-        self._loaded.warn()
+        warn_of_missed_states(module if wrapper is None else wrapper)
         if self.comparison is not None and torch.is_grad_enabled():
             self.comparison.begin_forward(is_training=module.training)
         source = self._begin_joined_forward(wrapper, sends_buffers=sends_buffers) if joins else 0

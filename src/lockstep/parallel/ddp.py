@@ -39,9 +39,7 @@ from lockstep.parallel.averaging import (
     check_hook,
     check_options,
 )
-from lockstep.parallel.buffers import (
-    broadcast_model,
-)
+from lockstep.parallel.buffers import broadcast_model, warn_of_missed_states
 from lockstep.parallel.comparison import ComparisonOptions, compare_at_start, number_model
 from lockstep.parallel.torch_names import Statistics, TorchNames, arguments_from_torch, describe_shared_arguments
 from lockstep.reduce import CommHook, ReducerOptions, TrainedModel, check_same_model
@@ -195,6 +193,7 @@ class DistributedDataParallel(TorchNames):
         )
         self._limits = limits
 
+        warn_of_missed_states(module)
         model = TrainedModel(module, self.parameters_to_ignore)
         if init_sync:
             check_same_model(

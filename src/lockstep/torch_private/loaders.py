@@ -7,6 +7,7 @@ from types import FrameType
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+_MOST_SAMPLERS = 8
 LoaderIterator = _BaseDataLoaderIter
 """The class of what `iter(loader)` returns, with and without workers."""
 
@@ -65,6 +66,26 @@ def kept_dataset(iterator: LoaderIterator) -> object:
     """Return the data set of which loading processes that stay for all epochs have a copy; None where none stay."""
     keeps = iterator._persistent_workers and iterator._num_workers > 0
     return iterator._dataset if keeps else None
+
+
+def loading_seed(iterator: LoaderIterator) -> int:
+    """Return the number from which loading processes seed their generators; 0 without such processes."""
+    return int(iterator._base_seed) if iterator._num_workers > 0 else 0
+
+
+def loaded_from(iterator: LoaderIterator) -> tuple[object, object]:
+    """Return data set and collate function of an iterator."""
+    return iterator._dataset, iterator._collate_fn
+
+
+def samplers_of(iterator: LoaderIterator) -> list[object]:
+    """Return the batch sampler of an iterator, and the samplers within one another in it, outermost first."""
+    found: list[object] = [iterator._index_sampler]
+    for each in found:
+        if len(found) < _MOST_SAMPLERS:
+            inner = (getattr(each, name, None) for name in ("batch_sampler", "sampler"))
+            found += [one for one in inner if one is not None]
+    return found
 
 
 def num_yielded(iterator: LoaderIterator) -> int:

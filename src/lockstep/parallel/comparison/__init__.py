@@ -24,6 +24,8 @@ from lockstep.comm import World, calls_for
 from lockstep.errors import LockstepError, ReductionError
 from lockstep.parallel.comparison.check import Check, Lines, Reduced, Scope
 from lockstep.parallel.comparison.data import DataSamplers, LoaderPositions, SameDataWarning, UnevenBatchWarning
+from lockstep.parallel.comparison.draws import OverlappingParts, SameRandomNumbers
+from lockstep.parallel.comparison.epochs import ToldEpochs
 from lockstep.parallel.comparison.forwards import ForwardState, warn_of_unlike_buffers, warn_of_unlike_layers
 from lockstep.parallel.comparison.optimizers import listen_to_steps
 from lockstep.parallel.comparison.order import ModelOrder, compare_values, models_over
@@ -79,6 +81,7 @@ class RankComparison:
         steps = self._steps = WatchedSteps(
             world, options.model_number, self._reducer, model, options.nonfinite, may_read=may_read
         )
+        positions = LoaderPositions()
         # In this order the first error is raised: it is the cause of those that would come after it.
         self.checks: list[Check] = [
             self._skipped,
@@ -89,10 +92,13 @@ class RankComparison:
             self.forwards,
             self._state,
             steps.gradients,
-            LoaderPositions(),
+            positions,
             steps.finite,
             UnevenBatchWarning(),
             self._same_data,
+            SameRandomNumbers(self._same_data, positions),
+            OverlappingParts(positions),
+            ToldEpochs(positions, steps.optimizers),
         ]
         self._know_parameters()
         self._entry.optimizers = steps.optimizers

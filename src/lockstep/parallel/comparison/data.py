@@ -146,7 +146,7 @@ class SameDataWarning(Check):
         self._is_looking = may_read
         self._num_alike = 0
         self._last_inputs = 0
-        self._has_warned = False
+        self.has_warned = False
         self._inputs = 0
         self._gradients = 0
 
@@ -170,12 +170,14 @@ class SameDataWarning(Check):
 
     def reset(self, reduction: Reduced | None) -> None:
         if reduction is not None:
-            self._is_looking = self._may_read and reduction.number % _NUM_BETWEEN_DATA < _NUM_WITH_DATA
-            self.compare(reduction.status)
+            was_looking, number = self._is_looking, reduction.number
+            self._is_looking = self._may_read and number % _NUM_BETWEEN_DATA < _NUM_WITH_DATA
+            if was_looking:
+                self.compare(reduction.status)
 
     def compare(self, status: GroupStatus) -> None:
-        if self._has_warned or status.empty or not any(status.gradients):
-            return  # not looked at this time
+        if self.has_warned or status.empty or not any(status.gradients):
+            return
         inputs = status.inputs[0]
         has_same_inputs = inputs not in {0, self._last_inputs} and len(set(status.inputs)) == 1
         # Gradients of unlike inputs are the same where another wrapper has averaged them, or where all are zero.
@@ -185,7 +187,7 @@ class SameDataWarning(Check):
         self._num_alike = self._num_alike + 1 if has_same_inputs or has_same_gradients else 0
         if self._num_alike < _NUM_ALIKE:
             return
-        self._has_warned = True
+        self.has_warned = True
         what = "computed the same gradients" if has_same_gradients else "trained on the same inputs"
         warn_once(
             f"In {_NUM_ALIKE} steps in a row all {len(status.inputs)} ranks {what}, so they do the work of one. Give "
@@ -285,11 +287,14 @@ class LoaderPositions(Check):
             self._iterators = [weakref.ref(each) for each in find_objects(LoaderIterator)]
             self._has_found = self._has_found or bool(self._iterators)
 
+    def alive(self) -> list[LoaderIterator]:
+        return [each for each in (reference() for reference in self._iterators) if each is not None]
+
     def record(self) -> tuple[int, ...]:
         """Return how many batches each of them has yielded; nothing where that is not compared (local)."""
         if self._is_over:
             return ()
-        counts = (num_yielded(each) for each in (reference() for reference in self._iterators) if each is not None)
+        counts = map(num_yielded, self.alive())
         return tuple(sorted(count for count in counts if count > 0))
 
     def number(self) -> int:

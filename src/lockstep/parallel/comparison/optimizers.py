@@ -173,6 +173,8 @@ class OptimizerSteps:
         self.num_steps = 0
         self.owned: set[int] = set()
         self.line: CodeLine = NO_LINE
+        self.had_state: bool | None = None
+        """Whether the optimizer that stepped first had a state before: it was loaded."""
         self.running: list[int] = []
         """Ids of the optimizers whose steps have begun: the last one within the one before it."""
         self._stepped: list[weakref.ref[Optimizer]] = []
@@ -208,6 +210,8 @@ class OptimizerSteps:
     def begin(self, optimizer: Optimizer) -> None:
         self._leave(optimizer)  # its last step may have failed
         self.line = user_line()
+        if self.had_state is None:
+            self.had_state = len(optimizer.state) > 0
         if not self.running and all(reference() is not optimizer for reference in self._stepped):
             self._stepped.append(weakref.ref(optimizer))
         self.running.append(id(optimizer))

@@ -10,6 +10,7 @@ from typing import Final, Literal, final
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lockstep.comm import World
@@ -20,6 +21,7 @@ from lockstep.parallel.comparison.check import (
     Lines,
     Reduced,
     Scope,
+    find_objects,
     others_than_first,
     warn_once,
 )
@@ -46,6 +48,7 @@ from lockstep.reduce import Reducer, TrainedModel
 from lockstep.reduce.backward_watch import Phase
 from lockstep.reduce.model import Description, describe_differences
 from lockstep.torch_private.autograd import NO_GRAPH_TASK, current_graph_task_id
+from lockstep.torch_private.modules import optimizer_step_pre_hooks
 
 _NUM_LOCAL_UPDATES: Final = 4
 """So many forwards in a row without a reduction show that weights which were written to stay. [Note: what lasts]"""
@@ -63,6 +66,8 @@ class UpdateRecord:
     """Whether something but the optimizers has ever written to the parameters."""
     states: Sequence[Mapping[str, int]]
     """A number for each entry of the state of these optimizers, summed up over parameters."""
+    scales: Sequence[float]
+    """Of the GradScalers of this process."""
     instructions: str
     """Which instructions of the processor torch uses."""
 
@@ -123,12 +128,13 @@ class WatchedSteps(Check):
             values=values,
             were_moved=self.values.were_moved,
             states=tuple(map(sum_up_state, self.optimizers.stepped)),
+            scales=tuple(sorted(each.get_scale() for each in find_objects(GradScaler))),
             instructions=torch.backends.cpu.get_cpu_capability(),
         )
 
     def judge(self, found: Sequence[UpdateRecord], lines: Sequence[Lines]) -> LockstepError | None:
         self.values.compare([each.values for each in found])
-        for compare in (_compare_options, _compare_num_steps, _compare_gradients):
+        for compare in (_compare_options, _compare_num_steps, _compare_scales, _compare_gradients):
             for rank, record in others_than_first(found):
                 error = compare(rank, record, found[0], lines)
                 if error is not None:
@@ -181,6 +187,8 @@ class WatchedSteps(Check):
         if held.others and reducer is not None and reducer.num_reductions > 0:
             self.outside.note_step(optimizer, held)
         self.finite.after_step(optimizer)
+        if held.known and self.is_compared and optimizer_step_pre_hooks(optimizer):  # of the user's, called after ours
+            self._gradient_number = hash((self._gradient_number, self.gradients.number_of_step()))
         if held.known:
             self.optimizers.end(optimizer)
             self.gradients.note_step()
@@ -272,6 +280,21 @@ def _compare_num_steps(
         "has skipped. Step the optimizer on every rank or on none: decide by a number that is the same on all, such as "
         "the sum of a flag over the ranks. LBFGS decides by what its closure returns: the mean loss over the ranks. "
         f"Where a rank skips a batch, call model.skip_backward() in place of backward(). {SWITCH} (LS321)",
+    )
+
+
+def _compare_scales(
+    rank: int, record: UpdateRecord, first: UpdateRecord, lines: Sequence[Lines]
+) -> LockstepError | None:
+    odd = odd_parameters(record.values, first.values)
+    if record.scales == first.scales or not odd:
+        return None
+    scales = [", ".join(map(str, each.scales)) or "none" for each in (record, first)]
+    return ParameterMismatchError(
+        f"The scale of the GradScaler is {scales[0]} on rank {rank} and {scales[1]} on rank 0: the gradients of the "
+        f"ranks were averaged with other scales, and then divided by each rank's own, at {lines[0].step}. Parameter "
+        f"{odd[0]} differs since. Make the scaler with the same init_scale on every rank, load its state on every rank "
+        f"or on none, and call step() and update() alike. {SWITCH} (LS313)",
     )
 
 

@@ -311,7 +311,7 @@ class StepGradients(Check):
             return 0
         now = _mark_gradients(self._seen)
         was_written = now != self._marks
-        if not was_written and self._turn % _NUM_BETWEEN_PARTS:
+        if not was_written and self._turn > _NUM_FIRST and self._turn % _NUM_BETWEEN_PARTS:
             return 0
         messages = [bucket.message for bucket in reducer.buckets if not bucket.message.is_sparse]
         if not was_written and messages and sum([message.nbytes for message in messages]) > _SMALL_BYTES:
