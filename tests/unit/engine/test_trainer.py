@@ -345,8 +345,7 @@ def test_a_step_that_is_not_finite_can_be_left_out() -> None:
     batches = list(loader(num_shards=1).epoch(0))
     for batch, factor in zip(batches, (1.0, float("nan"), 1.0), strict=True):
         before, spoilt[0] = training.digest(), factor
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             result = training.step(batch)
         assert result.is_skipped == (factor != 1.0) == (training.digest() == before) == bool(caught)
     assert (training.cursor.epoch, training.cursor.step, training.global_step) == (1, 0, 3)

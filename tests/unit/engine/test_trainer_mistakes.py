@@ -272,9 +272,7 @@ def test_a_schedule_of_another_length_that_a_file_replaces_is_named(
     begun = scheduled_by(lambda optimizer: make_scheduler(optimizer, 10))
     epochs_of(begun, 1)
     begun.save(tmp_path / "a.ckpt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scheduled_by(lambda optimizer: make_scheduler(optimizer, 10)).load(tmp_path / "a.ckpt")
+    scheduled_by(lambda optimizer: make_scheduler(optimizer, 10)).load(tmp_path / "a.ckpt")
     longer = scheduled_by(lambda optimizer: make_scheduler(optimizer, 20))
     with pytest.warns(UserWarning, match=f"scheduler continues .*{said}") if said else nullcontext():
         longer.load(tmp_path / "a.ckpt")
@@ -365,8 +363,7 @@ def test_a_buffer_that_steps_change_and_no_state_holds_is_warned_of() -> None:
     for step in (0.0, 1.0):
         training = make(Counting(step))
         training.step(next(loader().epoch(0)))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             training.state_dict()
         assert ["seen, which is not part of the model's state" in str(each.message) for each in caught] == [True] * int(
             step

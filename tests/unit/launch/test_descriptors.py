@@ -1,13 +1,16 @@
 """Too few file descriptors, or no current directory, are an error before any process is started."""
 
 import resource
+import socket
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from lockstep.errors import UsageError
 from lockstep.launch.launcher import launch
+from lockstep.launch.rendezvous import LOOPBACK, open_rendezvous
 from lockstep.launch.sessions import check_descriptors
 
 
@@ -33,3 +36,23 @@ def test_a_current_directory_that_was_deleted_is_told(tmp_path: Path, monkeypatc
     gone.rmdir()
     with pytest.raises(UsageError, match="The current directory was deleted"):
         launch(print, devices="cpu:2")
+
+
+# -- The store of a launch that cannot be opened -----------------------------------------------------------------------
+
+
+def test_a_store_that_cannot_be_opened_is_told_and_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # torch's error is a RuntimeError. It ended the thread, and workers waited for an answer without a message.
+    def fail(*_: object, **__: object) -> None:
+        raise dist.DistNetworkError("The server socket has failed.")
+
+    monkeypatch.setattr(dist, "TCPStore", fail)
+    with open_rendezvous(2) as rendezvous:
+        for _ in range(2):
+            with socket.create_connection((LOOPBACK, rendezvous.port), timeout=20) as connection:
+                assert connection.recv(1) == b""
+    told = "torch could not open the store: The server socket has failed. (LS111)"
+    told = f"error: The rendezvous of this launch cannot be served: {told}"
+    assert capfd.readouterr().err.splitlines() == [told] * 2

@@ -14,6 +14,7 @@ from lockstep.reduce.buckets import Bucket, allocate_buckets
 from lockstep.reduce.partials import Gradients, Partials
 from lockstep.reduce.plan import plan_buckets
 from lockstep.reduce.reduction import BucketReduction
+from lockstep.reduce.shard_reducer import may_accumulate_in_place
 from lockstep.shards import add_in_tree_order, even_ranges, partial_nodes_by_size, plan_shard_tasks
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16]
@@ -147,3 +148,21 @@ def test_a_hook_reduces_in_place_of_the_group() -> None:
         return reduced(reduction, bucket).tolist()
 
     assert run_ranks(2, program) == [[6.0] * 3] * 2
+
+
+# --  ------------------------------------------------------------------------------------------------------------------
+
+
+FIRST, SECOND, THIRD = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("adds_once", "is_waiting", "expected"),
+    [(True, False, {FIRST}), (False, False, set()), (True, True, set())],
+)
+def test_what_may_be_added_to_in_place(adds_once: bool, is_waiting: bool, expected: set[nn.Parameter]) -> None:
+    partial = {FIRST, SECOND, THIRD}
+    chosen = may_accumulate_in_place(
+        partial, adds_once=adds_once, is_waiting=is_waiting, sparse={SECOND}, hooked={THIRD}
+    )
+    assert chosen == expected

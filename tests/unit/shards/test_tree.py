@@ -6,15 +6,21 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.shards import (
     add_in_tree_order,
     completed_nodes,
+    derive_seed,
+    even_ranges,
     partial_nodes,
     partial_nodes_by_size,
     plan_shard_tasks,
     shard_range,
+    split_evenly,
 )
+from lockstep.shards.assignment import balance_ranges
 from lockstep.shards.tree import Node
 
 MOST_SHARDS = 24
@@ -119,3 +125,97 @@ def test_partials_are_freed_at_once() -> None:
         assert added() is None
     finally:
         gc.enable()
+
+
+# --  ------------------------------------------------------------------------------------------------------------------
+
+
+@given(total=st.integers(0, 500), num_parts=st.integers(1, 40))
+def test_parts_cover_everything_once_and_evenly(total: int, num_parts: int) -> None:
+    bounds = split_evenly(total, num_parts)
+    covered = [index for start, stop in bounds for index in range(start, stop)]
+    lengths = [stop - start for start, stop in bounds]
+    assert covered == list(range(total))
+    assert len(bounds) == num_parts
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(num_shards=st.integers(1, 24), data=st.data())
+def test_every_shard_has_one_worker(num_shards: int, data: st.DataObject) -> None:
+    world_size = data.draw(st.integers(1, num_shards))
+    ranges = [shard_range(rank, world_size, num_shards) for rank in range(world_size)]
+    assert [shard for owned in ranges for shard in owned] == list(range(num_shards))
+    assert all(len(owned) >= 1 for owned in ranges)
+
+
+def test_more_workers_than_shards_is_refused() -> None:
+    with pytest.raises(ValueError, match="5 workers cannot share 4 shards"):
+        shard_range(0, 5, 4)
+
+
+def test_rank_outside_the_world_is_refused() -> None:
+    with pytest.raises(ValueError, match="Rank 2 is outside"):
+        shard_range(2, 2, 4)
+
+
+def test_seeds_differ_by_purpose_and_place() -> None:
+    seeds = [
+        derive_seed("shard", 0, 1, 2),
+        derive_seed("shard", 0, 2, 1),
+        derive_seed("shard", 0, 12),
+        derive_seed("sample", 0, 1, 2),
+        derive_seed("shard", 1, 1, 2),
+    ]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_seed_never_changes() -> None:
+    # Every digest and every resumed run depends on this value.
+    assert derive_seed("shard", 0, 1, 2) == PINNED
+
+
+PINNED = 107630018246148545
+
+
+# -- Ranges of shards that are balanced by the seconds that workers take -----------------------------------------------
+
+
+def counts(seconds: list[float], num_shards: int, min_gain: float = 0.0) -> list[int]:
+    return [len(shards) for shards in balance_ranges(seconds, even_ranges(len(seconds), num_shards), min_gain=min_gain)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_shards", "expected"),
+    [
+        ([1.0, 1.0], 8, [4, 4]),
+        ([1.0, 3.0], 8, [6, 2]),
+        ([3.0, 1.0], 8, [2, 6]),
+        ([1.0, 100.0], 8, [7, 1]),  # every worker runs at least one shard
+        ([1.0, 2.0, 2.0], 8, [4, 2, 2]),
+        ([1.0, 3.0], 2, [1, 1]),
+    ],
+)
+def test_the_slowest_worker_finishes_as_early_as_possible(
+    seconds: list[float], num_shards: int, expected: list[int]
+) -> None:
+    assert counts(seconds, num_shards) == expected
+
+
+@given(seconds=st.lists(st.floats(0.001, 1000), min_size=1, max_size=6), more=st.integers(0, 20))
+def test_ranges_cover_every_shard_once_and_are_never_slower(seconds: list[float], more: int) -> None:
+    before = even_ranges(len(seconds), len(seconds) + more)
+    after = balance_ranges(seconds, before, min_gain=0.0)
+    assert [shard for shards in after for shard in shards] == list(range(len(seconds) + more))
+    assert all(after)
+
+    def slowest(ranges: tuple[range, ...]) -> float:
+        return max(len(shards) * time for shards, time in zip(ranges, seconds, strict=True))
+
+    assert slowest(after) <= slowest(before)
+
+
+def test_a_small_gain_moves_nothing() -> None:
+    # 4 shards of 1.0 against 4 of 1.3: moving one shard shortens the step from 5.2 to 5.0.
+    assert counts([1.0, 1.3], 8) == [5, 3]
+    assert counts([1.0, 1.3], 8, min_gain=0.08) == [4, 4]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.changed import ALL, ALWAYS, choose_tests
 from tests.support.threaded_ranks import make_subgroup, run_ranks
 from tests.support.threaded_work import UnsafeAccessError
 from torch import Tensor, nn
@@ -282,3 +283,25 @@ def test_survivors_go_on_in_a_new_group() -> None:
         return tensor.item()
 
     assert run_ranks(3, program) == [2.0, 0.0, 2.0]
+
+
+# -- Which unit tests `make check` chooses -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        (["src/lockstep/engine/update.py", "src/lockstep/comm/shm/work.py"], [f"{ALL}/comm", f"{ALL}/engine"]),
+        (["tests/unit/data/test_order.py", "src/lockstep/data/order.py"], [f"{ALL}/data"]),
+        (["tests/unit/test_settings.py"], [f"{ALL}/test_settings.py"]),
+        (["tests/unit/engine/removed/test_of_old.py", "src/lockstep/removed/old.py"], [f"{ALL}/engine"]),
+        (["docs/config.md", "src/lockstep/explanations/LS322.md", "tests/process/test_run.py"], []),
+    ],
+)
+def test_a_package_is_tested_by_the_folder_of_its_name(changed: list[str], expected: list[str]) -> None:
+    assert choose_tests(changed) == [*ALWAYS, *expected]
+
+
+@pytest.mark.parametrize("name", ["src/lockstep/errors.py", "tests/support/turns.py", "pyproject.toml"])
+def test_what_all_depend_on_is_tested_by_all(name: str) -> None:
+    assert choose_tests(["src/lockstep/engine/update.py", name]) == [ALWAYS[0], ALL]

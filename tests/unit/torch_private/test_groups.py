@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo
+from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -29,6 +29,7 @@ from lockstep.torch_private.groups import (
     device_types,
     gloo_num_threads,
     gloo_options,
+    greeting,
     intercept_group_making,
     intercept_timeouts,
     list_groups,
@@ -274,3 +275,15 @@ def test_a_store_listens_at_a_reserved_port_and_nobody_else(monkeypatch: pytest.
             store.set("key", "value")
             assert dist.TCPStore("127.0.0.1", port, is_master=False).get("key") == b"value"
             del store
+
+
+# -- What we rely on of the bytes that torch's TCPStore takes and sends ------------------------------------------------
+
+
+@pytest.mark.parametrize("uses_libuv", [True, False])
+def test_a_store_answers_the_greeting(uses_libuv: bool) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=uses_libuv)
+    asked, expected = greeting(0x12345678)
+    with socket.create_connection(("127.0.0.1", store.port), 30) as connection:
+        connection.sendall(asked)
+        assert connection.recv(len(expected)) == expected, "init_process_group finds no store where there is one"

@@ -1,13 +1,20 @@
 """What we rely on of nested values, modes and the default device; each assertion says what breaks without it."""
 
+import io
+import pickle
 import threading
 from collections import OrderedDict, namedtuple
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.utils.data import DataLoader, Sampler
 
+from lockstep.torch_private.loaders import LoaderIterator, is_before_first_batch, num_yielded
 from lockstep.torch_private.modules import (
     TorchDispatchMode,
     default_device_of_thread,
@@ -16,6 +23,7 @@ from lockstep.torch_private.modules import (
     tree_leaves,
     tree_map_only,
 )
+from lockstep.torch_private.sharded_checkpoints import MemoryFormatEncoding, StorageInfo, get_layout
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - torch's walk asks for `_fields`
 BATCHES = "batches of nested values: counting samples, casting inputs, moving to a device"
@@ -104,3 +112,87 @@ def test_stored_elements_are_counted(layout: torch.layout) -> None:
 def test_stored_elements_that_are_there_twice_count_twice() -> None:
     tensor = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True)
     assert num_stored_elements(tensor) == 2
+
+
+# -- What we rely on of a DataLoader; the assertion says what breaks without it ----------------------------------------
+
+
+PEEK = "the sampler's warning: somebody who looks at one batch would be warned of a repeated epoch"
+
+
+class Noting(Sampler[int]):
+    """Notes for each index, and for the end, whether the loader has returned a batch."""
+
+    def __init__(self) -> None:
+        self.noted: list[bool] = []
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(3):
+            self.noted.append(is_before_first_batch())
+            yield index
+        self.noted.append(is_before_first_batch())
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(("workers", "expected"), [(0, [True, False, False, False]), (2, [True, True, True, True])])
+def test_indices_drawn_before_the_first_batch_are_told_from_later_ones(workers: int, expected: list[bool]) -> None:
+    sampler = Noting()
+    list(DataLoader([0, 1, 2], 1, sampler=sampler, num_workers=workers))
+    assert sampler.noted == expected, PEEK
+
+
+def test_the_iterator_of_a_loader_counts_its_batches() -> None:
+    iterator = iter(DataLoader(range(5), batch_size=2))
+    assert isinstance(iterator, LoaderIterator), "DistributedDataParallel: a batch skipped on one rank is not found"
+    assert num_yielded(iterator) == 0
+    assert [num_yielded(iterator) for _ in iterator] == [1, 2, 3]
+
+
+# -- What torch.distributed.checkpoint writes into `.metadata`: an unpickler that knows nothing else reads it ----------
+
+
+OURS = {(kind.__module__, kind.__qualname__) for kind in (MemoryFormatEncoding, StorageInfo)} | {
+    (get_layout.__module__, get_layout.__qualname__)
+}
+
+
+@pytest.fixture
+def metadata_bytes(tmp_path: Path) -> bytes:
+    with pytest.warns(UserWarning, match="single process"):
+        checkpoint.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    return (tmp_path / ".metadata").read_bytes()
+
+
+class Recorder(pickle.Unpickler):
+    """Notes the modules and names that a pickle names."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.found: set[tuple[str, str]] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.found.add((module, name))
+        return super().find_class(module, name)
+
+
+def test_metadata_names_them(metadata_bytes: bytes) -> None:
+    recorder = Recorder(metadata_bytes)
+    recorder.load()
+    assert recorder.found >= OURS, "load_weights: folders of torch.distributed.checkpoint would be refused"
+
+
+def test_a_storage_info_says_where_a_piece_lies(metadata_bytes: bytes) -> None:
+    metadata = pickle.loads(metadata_bytes)
+    (info,) = metadata.storage_data.values()
+    assert isinstance(info, StorageInfo)
+    assert info.relative_path == "__0_0.distcp"
+    assert info.offset == 0
+    assert info.length > 0
+
+
+def test_a_layout_is_found_by_its_name() -> None:
+    named: Any = get_layout
+    assert named("torch.strided") is torch.strided
+    assert named("torch.sparse_coo") is torch.sparse_coo

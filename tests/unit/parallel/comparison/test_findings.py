@@ -295,10 +295,8 @@ def test_a_rank_that_stays_ahead_in_its_loader_has_skipped_a_batch() -> None:
 
 
 def test_loaders_that_cannot_be_compared_are_no_mistake() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        compare_positions(((4,), (5,)), ((5,), (8,)), ((6,), (7,)), ((7,), (9,)))
-        compare_positions(*[((4, number), (number,)) for number in range(20)])
+    compare_positions(((4,), (5,)), ((5,), (8,)), ((6,), (7,)), ((7,), (9,)))
+    compare_positions(*[((4, number), (number,)) for number in range(20)])
 
 
 def test_the_loaders_that_batches_come_from_are_found() -> None:
@@ -345,8 +343,7 @@ def test_processes_that_keep_an_old_data_set_are_told_of(is_told: bool) -> None:
     dataset, positions = Epochs(), LoaderPositions()
     part = torch.utils.data.Subset(dataset, range(4))
     loader = DataLoader(part, 2, num_workers=1, persistent_workers=is_told, multiprocessing_context="fork")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         for epoch in range(3):
             dataset.epoch = epoch
             for number, _ in enumerate(loader, start=2 * epoch + 2):
@@ -531,9 +528,7 @@ def test_equal_gradients_of_unlike_inputs_are_not_the_same_data() -> None:
         for _ in range(3):
             warning.compare(status)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        look((1, 2))
+    look((1, 2))
     with pytest.warns(UserWarning, match="all 2 ranks computed the same gradients"):
         look((1, 1))
 

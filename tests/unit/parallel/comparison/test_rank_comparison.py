@@ -60,8 +60,7 @@ class Loop:
 
 def run(script: Callable[[Loop], object], **options: Any) -> list[str]:
     """Run a script on two ranks; return the error of each, or what it was warned of."""
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as warned:
 
         def on_rank(world: World) -> str:
             loop = Loop(world.rank, **options)

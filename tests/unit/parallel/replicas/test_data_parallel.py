@@ -242,8 +242,7 @@ def test_scripted_module_is_replicated_and_a_mixed_one_refused() -> None:
 
 
 def test_lazy_module_is_refused() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         parallel = DataParallel(nn.LazyLinear(3), TWO)
     with pytest.raises(RuntimeError, match="dummy forward pass"):
         parallel(torch.randn(4, 2))
@@ -259,8 +258,7 @@ def test_parameters_are_plain_tensors_on_replicas() -> None:
                 self.zero_grad()
             return super().forward(x)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # pytest.warns in threads leaves the filters of others
+    with warnings.catch_warnings(action="ignore"):  # pytest.warns in threads leaves the filters of others
         DataParallel(Net(4, 4), ["cpu", "cpu"])(torch.randn(1, 4))
     assert kinds == [(Tensor, [], True)]
 
