@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -69,23 +70,19 @@ def test_it_answers_as_a_tcp_store(server: ChannelServer, prefix: str) -> None:
 
 def test_a_key_that_another_worker_sets_ends_a_wait(server: ChannelServer) -> None:
     first, second = store_of(server, 0), store_of(server, 1)
-    found: list[bytes] = []
-    waiting = threading.Thread(target=lambda: found.append(first.get("address")))
-    waiting.start()
-    second.set("address", "here")
-    waiting.join(20)
-    assert found == [b"here"]
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(first.get, "address")
+        second.set("address", "here")
+        assert waiting.result(20) == b"here"
 
 
 def test_several_values_are_one_request_and_wait_for_the_last(server: ChannelServer) -> None:
     first, second = store_of(server, 0), store_of(server, 1)
-    found: list[list[bytes]] = []
-    waiting = threading.Thread(target=lambda: found.append(PrefixStore("group", first).multi_get(["a", "b"])))
-    waiting.start()
-    second.set("group/b", "2")
-    second.set("group/a", "1")
-    waiting.join(20)
-    assert found == [[b"1", b"2"]]
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(PrefixStore("group", first).multi_get, ["a", "b"])
+        second.set("group/b", "2")
+        second.set("group/a", "1")
+        assert waiting.result(20) == [b"1", b"2"]
 
 
 def test_ranks_that_are_all_there_need_few_requests_to_find_their_hosts(
@@ -112,20 +109,12 @@ def test_ranks_that_are_all_there_need_few_requests_to_find_their_hosts(
 
 def test_a_wait_for_several_keys_ends_with_the_last(server: ChannelServer) -> None:
     first, second = store_of(server, 0), store_of(server, 1)
-    order: list[str] = []
-
-    def wait() -> None:
-        first.wait(["a", "b"])
-        order.append("waited")
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    second.set("a", "")
-    order.append("a")
-    second.set("b", "")
-    waiting.join(20)
-    assert order[0] == "a"
-    assert "waited" in order
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(first.wait, ["a", "b"])
+        second.set("a", "")
+        assert not waiting.done()
+        second.set("b", "")
+        waiting.result(20)
 
 
 def test_a_wait_that_is_too_long_names_the_key(server: ChannelServer) -> None:
@@ -139,35 +128,19 @@ def test_a_wait_that_is_too_long_names_the_key(server: ChannelServer) -> None:
 
 def test_several_threads_use_one_channel(server: ChannelServer) -> None:
     store = store_of(server, 0)
-
-    def count() -> None:
-        for _ in range(50):
-            store.add("sum", 1)
-
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: store.add("sum", 1), range(200), timeout=20))
     assert store.get("sum") == b"200"
 
 
 def test_a_store_that_is_given_up_ends_its_waits_and_no_others(server: ChannelServer) -> None:
     channel = connect(server, 0)
     given_up, other = ChannelStore(channel), ChannelStore(channel)
-    errors: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            given_up.get("never")
-        except dist.DistNetworkError as error:
-            errors.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    given_up.abandon()
-    waiting.join(20)
-    assert len(errors) == 1
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(given_up.get, "never")
+        given_up.abandon()
+        with pytest.raises(dist.DistNetworkError):
+            waiting.result(20)
     with pytest.raises(dist.DistNetworkError, match="given up"):
         given_up.set("a", "1")
     assert other.add("n", 1) == 1
@@ -175,19 +148,11 @@ def test_a_store_that_is_given_up_ends_its_waits_and_no_others(server: ChannelSe
 
 def test_the_end_of_the_launcher_ends_a_wait(server: ChannelServer) -> None:
     channel = connect(server, 0)
-    errors: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            channel.request(channel, "get", key="never")
-        except ChannelClosedError as error:
-            errors.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    server.close()
-    waiting.join(20)
-    assert len(errors) == 1
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(channel.request, channel, "get", key="never")
+        server.close()
+        with pytest.raises(ChannelClosedError):
+            waiting.result(20)
     with pytest.raises(ChannelClosedError):
         channel.request(channel, "count")
 
@@ -313,18 +278,13 @@ def test_lines_may_arrive_in_any_pieces() -> None:
 
 def test_a_group_is_made_over_it(server: ChannelServer) -> None:
     """Gloo's C++ code calls the store from its own threads."""
-    groups: list[object] = []
 
-    def make(rank: int) -> None:
+    def make(rank: int) -> object:
         store = PrefixStore("gloo", store_of(server, rank))
-        groups.append(dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20)))
+        return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20))
 
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert len(groups) == 2
+    with ThreadPoolExecutor() as pool:
+        assert len(list(pool.map(make, range(2), timeout=30))) == 2
 
 
 def test_time_is_counted_by_the_worker_that_waits(server: ChannelServer) -> None:

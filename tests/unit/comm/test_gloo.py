@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -99,17 +100,13 @@ def stranger() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def make_group(size: int, name: str = "") -> list[tuple[Any, GlooSockets]]:
-    store, made = PrefixStore(name, HashStore()), {}
+    store = PrefixStore(name, HashStore())
 
-    def make(rank: int) -> None:
-        made[rank] = connect_gloo(store, size, lambda: dist.ProcessGroupGloo(store, rank, size, TIMEOUT))
+    def make(rank: int) -> tuple[Any, GlooSockets]:
+        return connect_gloo(store, size, lambda: dist.ProcessGroupGloo(store, rank, size, TIMEOUT))
 
-    threads = [threading.Thread(target=make, args=[rank]) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [made[rank] for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(make, range(size)))
 
 
 def test_calls_that_wait_for_a_rank_end_and_other_connections_stay(

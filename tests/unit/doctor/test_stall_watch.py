@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from torch.distributed import HashStore
@@ -37,42 +38,48 @@ from lockstep.recording.reading import read_file
 from lockstep.settings import Settings
 
 STALLED = Verdict(kind="stalled", text="", is_certain=True)
+OPENED: list[WorkerRecorder] = []
 
 
 @pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> Iterator[threading.Semaphore]:
-    """Yield what is released for each warning."""
-    released = threading.Semaphore(0)
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[SimpleQueue[str]]:
+    """Yield the warnings as they come."""
+    warnings: SimpleQueue[str] = SimpleQueue()
 
-    def note(_record: logging.LogRecord) -> bool:
-        released.release()
+    def note(record: logging.LogRecord) -> bool:
+        warnings.put(record.getMessage())
         return True
 
     caplog.handler.addFilter(note)
     with caplog.at_level(logging.WARNING, "lockstep"):
-        yield released
+        yield warnings
     caplog.handler.removeFilter(note)
 
 
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
 def recorded(folder: Path, rank: int) -> WorkerRecorder:
-    recorder = WorkerRecorder()
-    assert open_recorder(recorder, folder, worker=rank, rank=rank, world_size=2, capacity=64)
-    return recorder
+    OPENED.append(WorkerRecorder())
+    assert open_recorder(OPENED[-1], folder, worker=rank, rank=rank, world_size=2, capacity=64)
+    return OPENED[-1]
 
 
 def wait_for_rank_1(recorder: WorkerRecorder) -> int:
     return recorder.begin(EventKind.WAITING, 1, 0, recorder.text("all_reduce(sum)"))
 
 
-def test_two_watches_say_once_who_is_waited_for(
-    tmp_path: Path, logged: threading.Semaphore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_watches_say_once_who_is_waited_for(tmp_path: Path, logged: SimpleQueue[str]) -> None:
     waiting, busy = recorded(tmp_path, 0), recorded(tmp_path, 1)
     wait_for_rank_1(waiting)
     busy.mark(EventKind.PHASE, 6, 0, 0)  # of an earlier step
     busy.begin(EventKind.SHARD, 3, 0, 0)
     watches = [StallWatch(tmp_path, 0.4, NULL_WORKER_RECORDER) for _ in range(2)]
-    assert logged.acquire(timeout=20)
+    said = logged.get(timeout=20)
     seen = [dict(watch._seen) for watch in watches]
     deadline = time.monotonic() + 20
     while any(watch._next_look != float("inf") for watch in watches) and time.monotonic() < deadline:
@@ -80,18 +87,16 @@ def test_two_watches_say_once_who_is_waited_for(
     for watch in watches:
         watch.close()
     assert any(seen)
-    (said,) = caplog.messages
+    assert logged.empty()
     assert said.startswith(f"The job stands still. Rank 1 (process {os.getpid()})")
     assert "computes shard 3" in said
     assert "Rank 0: waits for rank 1 in all_reduce(sum)" in said
     assert f"lockstep doctor {tmp_path}" in said
-    for recorder in (waiting, busy):
-        recorder.close()
 
 
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_a_first_step_that_takes_long_is_called_that(
-    tmp_path: Path, logged: threading.Semaphore, caplog: pytest.LogCaptureFixture, *, has_stepped: bool
+    tmp_path: Path, logged: SimpleQueue[str], *, has_stepped: bool
 ) -> None:
     waiting, compiling = recorded(tmp_path, 0), recorded(tmp_path, 1)
     wait_for_rank_1(waiting)
@@ -100,42 +105,35 @@ def test_a_first_step_that_takes_long_is_called_that(
         compiling.mark(EventKind.PHASE, 6, 0, 0)
     compiling.begin(EventKind.SHARD, 0, 0, 0)
     watch = StallWatch(tmp_path, 0.2, NULL_WORKER_RECORDER)
-    assert logged.acquire(timeout=20)
+    said = logged.get(timeout=20)
     watch.close()
-    (said,) = caplog.messages
+    assert logged.empty()
     assert said.startswith("The job stands still." if has_stepped else "The job has not finished its first step.")
     assert ("compiling may take long: then wait" in said) != has_stepped
-    for recorder in (waiting, compiling):
-        recorder.close()
 
 
 def test_a_worker_that_makes_its_data_is_said_to(tmp_path: Path) -> None:
-    waiting, making = recorded(tmp_path, 0), recorded(tmp_path, 1)
+    waiting, _ = recorded(tmp_path, 0), recorded(tmp_path, 1)
     wait_for_rank_1(waiting)
     time.sleep(0.01)
     found = examine(tmp_path, stall_seconds=0.001).verdict
     assert found.ranks == (1,)
     assert "it has not begun its first step: it imports modules, or makes its data or model" in found.text
-    for recorder in (waiting, making):
-        recorder.close()
 
 
-def test_a_worker_that_watches_itself_says_it_once(
-    tmp_path: Path, logged: threading.Semaphore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_watches_itself_says_it_once(tmp_path: Path, logged: SimpleQueue[str]) -> None:
     # What it recorded of the stall counted as a sign of life: it was said again after each stall time.
     waiting = recorded(tmp_path, 0)
     wait_for_rank_1(waiting)
     watch = StallWatch(tmp_path, 0.2, waiting)
-    assert logged.acquire(timeout=20)
+    logged.get(timeout=20)
     time.sleep(1.0)
     watch.close()
-    assert len(caplog.messages) == 1
-    waiting.close()
+    assert logged.empty()
 
 
 def test_a_line_that_comes_late_is_said_when_it_comes(
-    tmp_path: Path, logged: threading.Semaphore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, logged: SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine a worker took longer than 3 s to show its stack. The stall was said once, without the line.
     waiting, busy = recorded(tmp_path, 0), recorded(tmp_path, 1)
@@ -149,33 +147,25 @@ def test_a_line_that_comes_late_is_said_when_it_comes(
 
     monkeypatch.setattr(examination, "examine", examine_late)
     watch = StallWatch(tmp_path, 0.2, NULL_WORKER_RECORDER)
-    assert logged.acquire(timeout=20)
-    assert logged.acquire(timeout=20)
+    logged.get(timeout=20)
+    logged.get(timeout=20)
     while watch._next_look != float("inf"):
         time.sleep(0.01)
     watch.close()
-    assert len(caplog.messages) == 2
-    for recorder in (waiting, busy):
-        recorder.close()
+    assert logged.empty()
 
 
-def test_who_is_waited_for_on_another_host_is_said_there_at_once(
-    tmp_path: Path, logged: threading.Semaphore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_is_waited_for_on_another_host_is_said_there_at_once(tmp_path: Path, logged: SimpleQueue[str]) -> None:
     store = HashStore()
-    waiting, busy = recorded(tmp_path / "a", 0), recorded(tmp_path / "b", 1)
+    waiting, _ = recorded(tmp_path / "a", 0), recorded(tmp_path / "b", 1)
     wait_for_rank_1(waiting)
     watches = [StallWatch(tmp_path / "b", 1.0, NULL_WORKER_RECORDER, hosts=StallsElsewhere(store))]
     watches.append(StallWatch(tmp_path / "a", 1.0, NULL_WORKER_RECORDER, hosts=StallsElsewhere(store)))
-    assert logged.acquire(timeout=20)
-    assert logged.acquire(timeout=20)
+    assert "All ranks of this host wait for rank 1, which is on another host" in logged.get(timeout=20)
+    assert "Rank 1 (process " in logged.get(timeout=20)
     for watch in watches:
         watch.close()
-    first, second = caplog.messages
-    assert "All ranks of this host wait for rank 1, which is on another host or did not begin." in first
-    assert "Rank 1 (process " in second
-    for recorder in (waiting, busy):
-        recorder.close()
+    assert logged.empty()
 
 
 def test_own_words_to_other_hosts_are_not_theirs() -> None:
@@ -189,30 +179,26 @@ def test_own_words_to_other_hosts_are_not_theirs() -> None:
     assert not ours.was_told()
 
 
-def test_a_second_stall_is_said_too(tmp_path: Path, logged: threading.Semaphore) -> None:
+def test_a_second_stall_is_said_too(tmp_path: Path, logged: SimpleQueue[str]) -> None:
     waiting, busy = recorded(tmp_path, 0), recorded(tmp_path, 1)
     watch = StallWatch(tmp_path, 0.4, NULL_WORKER_RECORDER)
     for _ in range(2):
         event = wait_for_rank_1(waiting)
-        assert logged.acquire(timeout=20)
+        logged.get(timeout=20)
         waiting.end(event)
         busy.mark(EventKind.FORWARD, 0, 0, 0)
     watch.close()
-    for recorder in (waiting, busy):
-        recorder.close()
 
 
 @pytest.mark.parametrize("boot", ["", "8f2d7c1e-4b0a-4c39-9d57-1e6f3a2b4c5d "])
-def test_a_stall_of_another_boot_does_not_count(tmp_path: Path, logged: threading.Semaphore, boot: str) -> None:
+def test_a_stall_of_another_boot_does_not_count(tmp_path: Path, logged: SimpleQueue[str], boot: str) -> None:
     # A run that was resumed after a boot was silent until the machine was up for as long as it was before.
     (tmp_path / "stalls").write_text(f"{boot}{time.monotonic_ns() + 10**15}")
-    waiting, busy = recorded(tmp_path, 0), recorded(tmp_path, 1)
+    waiting, _ = recorded(tmp_path, 0), recorded(tmp_path, 1)
     wait_for_rank_1(waiting)
     watch = StallWatch(tmp_path, 0.2, NULL_WORKER_RECORDER)
-    assert logged.acquire(timeout=20)
+    logged.get(timeout=20)
     watch.close()
-    for recorder in (waiting, busy):
-        recorder.close()
 
 
 def test_a_worker_that_has_ended_its_recording_is_not_silent(tmp_path: Path) -> None:
@@ -258,16 +244,13 @@ def test_the_longest_shard_is_one_after_the_first_step(tmp_path: Path) -> None:
 
 def test_a_worker_that_has_not_come_to_lockstep_is_named(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as late:
-        launcher = WorkerRecorder()
-        open_recorder(launcher, tmp_path, worker=LAUNCHER, rank=LAUNCHER, world_size=2, capacity=64)
+        launcher = recorded(tmp_path, LAUNCHER)
         launcher.mark(EventKind.WORKER_STARTED, 1, late.pid, 0)
         early = recorded(tmp_path, 0)
         early.begin(EventKind.WAITING, -1, 0, early.text("the startup of the process group"))
         time.sleep(0.01)
         found = examine(tmp_path, stall_seconds=0.001).verdict
         late.kill()
-    for recorder in (launcher, early):
-        recorder.close()
     assert found.ranks == (1,)
     assert "has not imported Lockstep yet" in found.text
 

@@ -1,4 +1,4 @@
-import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import islice
 from typing import Any
 
@@ -86,15 +86,12 @@ def test_a_change_waits_for_batches_that_the_user_has_taken_ahead() -> None:
 
 def test_who_asks_in_another_thread_waits_for_the_decision() -> None:
     assignment = ShardAssignment(World(rank=0, world_size=2, group=None), 8)
-    answers: list[tuple[range, ...]] = []
-    asking = threading.Thread(target=lambda: answers.append(assignment.ranges(Cursor(0, 1))))
-    with assignment.held():
-        asking.start()
-        asking.join(0.05)
-        assert not answers
-        assignment.change([range(6), range(6, 8)], after=Cursor(), last_requested=Cursor())
-    asking.join()
-    assert answers == [(range(6), range(6, 8))]
+    with ThreadPoolExecutor() as pool:
+        with assignment.held():
+            asking = pool.submit(assignment.ranges, Cursor(0, 1))
+            assert not wait([asking], 0.05).done
+            assignment.change([range(6), range(6, 8)], after=Cursor(), last_requested=Cursor())
+        assert asking.result() == (range(6), range(6, 8))
 
 
 def test_shards_come_back_when_a_worker_recovers() -> None:

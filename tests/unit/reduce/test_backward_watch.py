@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -253,11 +254,8 @@ def test_two_threads_begin_one_graph_task_once(monkeypatch: pytest.MonkeyPatch) 
     held: list[Any] = []
     monkeypatch.setattr("lockstep.reduce.backward_watch.current_graph_task_id", lambda: 7)
     monkeypatch.setattr("lockstep.reduce.backward_watch.queue_callback", held.append)
-    threads = [threading.Thread(target=recorder.watch.arrive, args=(recorder,)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(recorder.watch.arrive, [recorder, recorder]))
     assert recorder.said == ["begin SYNCHRONIZING"]
 
 

@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -26,12 +27,8 @@ def test_runs_without_a_name_are_numbered() -> None:
 
 
 def test_runs_that_begin_at_once_get_directories_of_their_own() -> None:
-    made: list[Path] = []
-    threads = [threading.Thread(target=lambda: made.append(make_run_directory(None, "digits"))) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(16) as pool:
+        made = list(pool.map(lambda _: make_run_directory(None, "digits"), range(16)))
     assert len(set(made)) == 16
 
 

@@ -1,9 +1,9 @@
 """What we rely on of torch's process groups; each assertion says what breaks without it. One process is enough."""
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -148,11 +148,8 @@ def test_gloo_works_over_the_interface_of_our_choice_and_waits_as_long_as_it_is_
         backends[rank] = make_gloo(store, rank, 2, timedelta(seconds=3))
         backends[rank].allreduce([results[rank]]).wait()
 
-    threads = [threading.Thread(target=reduce, args=[rank]) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(reduce, range(2)))
     assert [each.tolist() for each in results] == [[2.0, 2.0]] * 2, "the shm backend's sparse and GPU tensors"
     begin = time.monotonic()
     with pytest.raises(RuntimeError):

@@ -2,9 +2,9 @@
 
 import io
 import pickle
-import threading
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +78,9 @@ def test_the_default_device_is_told_as_it_was_given() -> None:
 
 
 def test_the_default_device_belongs_to_a_thread() -> None:
-    found: list[torch.device | None] = []
-    with torch.device("meta"):
-        thread = threading.Thread(target=lambda: found.append(default_device_of_thread()))
-        thread.start()
-        thread.join()
-    assert found == [None], "DataParallel: it need not be set in replicas' threads any more"
+    with torch.device("meta"), ThreadPoolExecutor() as pool:
+        found = pool.submit(default_device_of_thread).result()
+    assert found is None, "DataParallel: it need not be set in replicas' threads any more"
 
 
 def test_the_kernels_of_a_device_are_known() -> None:

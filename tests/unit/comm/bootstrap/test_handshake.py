@@ -1,9 +1,9 @@
 """The startup handshake: who is there, who is not, and who has other settings. A thread per worker, one store."""
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -76,12 +76,10 @@ def worker(rank: int, world_size: int = 3, backend: str = "gloo", process: str |
 def answering(store: Store, *workers: Announcement, **options: Any) -> Iterator[list[Outcome]]:
     """Let workers answer while the block runs; yield what becomes of them, which is there after it."""
     outcomes: list[Outcome] = []
-    threads = [threading.Thread(target=lambda me=me: outcomes.append(answer(store, me, **options))) for me in workers]
-    for thread in threads:
-        thread.start()
-    yield outcomes
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(workers)) as pool:
+        for me in workers:
+            pool.submit(lambda me=me: outcomes.append(answer(store, me, **options)))
+        yield outcomes
 
 
 def world(*ranks: int, life: str = "") -> list[Announcement]:
@@ -116,17 +114,8 @@ Call = Callable[..., list[Outcome]]
 @pytest.fixture
 def call() -> Call:
     def call_all(store: Store, workers: Sequence[Announcement], **options: Any) -> list[Outcome]:
-        outcomes: list[Outcome] = [None] * len(workers)
-
-        def run(place: int) -> None:
-            outcomes[place] = answer(store, workers[place], **options)
-
-        threads = [threading.Thread(target=run, args=(place,)) for place in range(len(workers))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return outcomes
+        with ThreadPoolExecutor(len(workers)) as pool:
+            return list(pool.map(lambda each: answer(store, each, **options), workers))
 
     return call_all
 

@@ -4,9 +4,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -88,13 +88,13 @@ def test_rank_0_does_not_wait_for_the_others_to_come(closed_port: int) -> None:
 
 
 def test_a_worker_that_comes_first_waits_for_rank_0(closed_port: int) -> None:
-    found: list[Any] = []
-    waiting = threading.Thread(target=lambda: found.append(open_store(here(closed_port), 1, 2, LONG)))
-    waiting.start()
-    first = open_store(here(closed_port), 0, 2, LONG)
-    waiting.join()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(open_store, here(closed_port), 1, 2, LONG)
+        first = open_store(here(closed_port), 0, 2, LONG)
+        second = waiting.result()
     assert first is not None
-    assert found[0].rank == 1
+    assert second is not None
+    assert second.rank == 1
 
 
 def test_a_program_that_listens_but_does_not_answer_is_no_store(

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -157,18 +158,11 @@ def test_the_descriptor_goes_with_the_last_tensor() -> None:
 
 def test_threads_are_given_memory_of_their_own(pair: tuple[Memory, Memory]) -> None:
     # Two threads once read the same offset before either had moved it.
-    given: list[torch.Tensor] = []
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [
-            threading.Thread(target=lambda: given.extend(pair[0].allocate(1, torch.float32) for _ in range(300)))
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            given = list(pool.map(lambda _: pair[0].allocate(1, torch.float32), range(1200)))
     finally:
         sys.setswitchinterval(interval)
     assert len({pair[0].locate(tensor) for tensor in given}) == 1200

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +24,13 @@ from lockstep.recording import EventKind, open_recorder, own_recorder
 from lockstep.recording.reading import read_recording
 
 LONG = timedelta(seconds=30)
+
+
+def close_all(found: list[object]) -> None:
+    for handles in found:
+        assert isinstance(handles, rendezvous.GroupHandles)
+        for descriptor in (handles.descriptor, *handles.pidfds.values()):
+            os.close(descriptor)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
@@ -67,58 +75,41 @@ def test_ranks_that_were_in_time_may_connect_when_the_time_is_up(monkeypatch: py
     # Rank 0 accepted connections for a millisecond more, and then named ranks that had set their keys as missing.
     monkeypatch.setattr(rendezvous, "_GRACE_SECONDS", 20.0)
     store = dist.HashStore()
-    found: list[object] = []
     one_host = GroupHosts(identities=("a", "a"), host_names=("a", "a"))
     over = Deadline.after(timedelta(0))
     for rank in range(2):
         store.set(f"arrived/{rank}", "yes")
 
-    def connect(rank: int, deadline: Deadline) -> None:
-        found.append(rendezvous.connect_ranks(store, rank, FileLayout(2), deadline, hosts=one_host)[0])
+    def connect(rank: int) -> object:
+        return rendezvous.connect_ranks(store, rank, FileLayout(2), over, hosts=one_host)[0]
 
-    first = threading.Thread(target=connect, args=(0, over))
-    first.start()
-    store.wait(["address"], timedelta(seconds=20))
-    threading.Event().wait(0.1)  # a slow machine
-    connect(1, over)
-    first.join()
-    assert [type(handles) for handles in found] == [rendezvous.GroupHandles] * 2
-    for handles in found:
-        assert isinstance(handles, rendezvous.GroupHandles)
-        for descriptor in (handles.descriptor, *handles.pidfds.values()):
-            os.close(descriptor)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(connect, 0)
+        store.wait(["address"], timedelta(seconds=20))
+        threading.Event().wait(0.1)  # a slow machine
+        close_all([connect(1), first.result()])
 
 
 def test_strangers_neither_end_a_meeting_nor_hold_it_up() -> None:
     # One that sent a rank too large ended it in a KeyError; for one that sent nothing rank 0 waited till its deadline.
     store = dist.HashStore()
-    found: list[object] = []
 
-    def connect(rank: int) -> None:
-        found.append(rendezvous.connect_ranks(store, rank, FileLayout(3), Deadline.after(LONG))[0])
+    def connect(rank: int) -> object:
+        return rendezvous.connect_ranks(store, rank, FileLayout(3), Deadline.after(LONG))[0]
 
-    first = threading.Thread(target=connect, args=(0,))
-    first.start()
-    store.wait(["address"], timedelta(seconds=20))
-    address = json.loads(store.get("address"))[0]
-    strangers = []
-    for sent in (b"", b"\x01", b"\x07\x00\x00\x00", b"\xff\xff\xff\xff", b"\x00\x00\x00\x00"):
-        stranger = socket.socket(socket.AF_UNIX)
-        stranger.connect(f"\0{address}")
-        stranger.sendall(sent)
-        strangers.append(stranger)
-    others = [threading.Thread(target=connect, args=(rank,)) for rank in (1, 2)]
-    for thread in others:
-        thread.start()
-    for thread in (first, *others):
-        thread.join(20)
-    assert [type(handles) for handles in found] == [rendezvous.GroupHandles] * 3
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(connect, 0)
+        store.wait(["address"], timedelta(seconds=20))
+        address = json.loads(store.get("address"))[0]
+        strangers = []
+        for sent in (b"", b"\x01", b"\x07\x00\x00\x00", b"\xff\xff\xff\xff", b"\x00\x00\x00\x00"):
+            stranger = socket.socket(socket.AF_UNIX)
+            stranger.connect(f"\0{address}")
+            stranger.sendall(sent)
+            strangers.append(stranger)
+        close_all([*pool.map(connect, (1, 2), timeout=20), first.result(20)])
     for stranger in strangers:
         stranger.close()
-    for handles in found:
-        assert isinstance(handles, rendezvous.GroupHandles)
-        for descriptor in (handles.descriptor, *handles.pidfds.values()):
-            os.close(descriptor)
 
 
 def test_a_wait_for_any_rank_that_fails_is_over_in_the_recording(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any, final
 
@@ -102,11 +103,8 @@ def test_calls_of_several_threads_run_one_at_a_time(queue: WorkQueue) -> None:
             else:
                 queue.put(action, []).wait()
 
-    threads = [threading.Thread(target=make_calls, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
+    with ThreadPoolExecutor() as pool:
+        wait([pool.submit(make_calls) for _ in range(4)], PATIENCE)
     assert (most, total) == (1, 80)
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,12 +212,8 @@ def test_ranks_that_end_together_read_nothing(
 ) -> None:
     store = dist.HashStore()
     ends = [end_of(rank, store, 3, monkeypatch) for rank in range(2)]
-    threads = [threading.Thread(target=end.compare_ends) for end in ends]
-    with caplog.at_level(logging.WARNING, "lockstep"):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
+    with caplog.at_level(logging.WARNING, "lockstep"), ThreadPoolExecutor() as pool:
+        list(pool.map(lambda end: end.compare_ends(), ends, timeout=20))
     assert not caplog.messages
 
 
@@ -490,23 +487,17 @@ def test_samplers_of_unlike_lengths_and_orders_have_unlike_numbers() -> None:
 def step_by_hand(gradients: list[float]) -> list[bool]:
     """Step on ranks whose gradients have these values; return on which they are found to be averaged by hand."""
     store = dist.HashStore()
-    found: dict[int, bool] = {}
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> bool:
         group: Any = object()
         by_hand_ = HandAveraging(World(rank=rank, world_size=len(gradients), group=group), 1)
         parameter = nn.Parameter(torch.zeros(3))
         parameter.grad = torch.full((3,), gradients[rank])
-        found[rank] = by_hand_.is_done([parameter])
+        return by_hand_.is_done([parameter])
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(gradients)) as pool:
         patch.setattr(values, "group_store", lambda _group: store)
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(gradients))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-    return [found[rank] for rank in range(len(gradients))]
+        return list(pool.map(run, range(len(gradients)), timeout=30))
 
 
 def test_gradients_that_are_the_same_on_all_ranks_were_averaged_by_hand() -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -172,11 +173,8 @@ def test_replicas_of_forwards_that_overlap_all_run_at_once() -> None:
             both.wait(THREADS_SECONDS)
             model(torch.full((2,), number))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(work, range(2)))
     assert not both.broken
     assert not any(barrier.broken for barrier in rounds.values())
 
