@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lockstep.checkpoint.file import load_checkpoint, read_manifest, save_checkpoint, state_digest
-from lockstep.checkpoint.interop.weights import load_weights
-from lockstep.checkpoint.manifest import FORMAT_VERSION, Checkpoint, Manifest, decode_state, encode_state
+from lockstep.checkpoint.manifest import Checkpoint, Manifest, decode_state, encode_state
 from lockstep.errors import CheckpointError
 
 
@@ -60,19 +59,6 @@ def test_other_readers_find_the_weights_under_the_models_names(tmp_path: Path) -
     nn.Linear(3, 2).load_state_dict(weights)
 
 
-def test_load_weights_fills_a_model(tmp_path: Path) -> None:
-    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    save_checkpoint(tmp_path / "a.ckpt", checkpoint(model))
-    load_weights(tmp_path / "a.ckpt", other)
-    assert state_digest(other.state_dict()) == state_digest(model.state_dict())
-
-
-def test_load_weights_names_what_does_not_fit(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "a.ckpt", checkpoint(nn.Linear(3, 2)))
-    with pytest.raises(CheckpointError, match="size mismatch for weight"):
-        load_weights(tmp_path / "a.ckpt", nn.Linear(3, 4))
-
-
 def test_a_failed_save_leaves_the_file_before_it_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     save_checkpoint(path, checkpoint(nn.Linear(3, 2)))
@@ -82,33 +68,6 @@ def test_a_failed_save_leaves_the_file_before_it_and_nothing_else(tmp_path: Path
         save_checkpoint(tmp_path / "b.ckpt", checkpoint(nn.Linear(3, 2)))
     assert path.read_bytes() == before
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt"]
-
-
-def test_a_missing_directory_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="could not be written"):
-        save_checkpoint(tmp_path / "gone" / "a.ckpt", checkpoint(nn.Linear(3, 2)))
-
-
-@pytest.mark.parametrize("kept", [0, 4, 100, -8])
-def test_a_truncated_file_is_refused(tmp_path: Path, kept: int) -> None:
-    path = tmp_path / "a.ckpt"
-    save_checkpoint(path, checkpoint(nn.Linear(30, 20)))
-    path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load_checkpoint(path)
-
-
-def test_a_file_of_a_later_format_is_refused(tmp_path: Path) -> None:
-    later = Checkpoint(model={}, optimizer={}, manifest=manifest(format_version=FORMAT_VERSION + 1))
-    save_checkpoint(tmp_path / "a.ckpt", later)
-    with pytest.raises(CheckpointError, match="Update Lockstep"):
-        load_checkpoint(tmp_path / "a.ckpt")
-
-
-def test_a_foreign_safetensors_file_is_refused(tmp_path: Path) -> None:
-    save_file({"weight": torch.ones(2)}, tmp_path / "a.safetensors")
-    with pytest.raises(CheckpointError, match="without a Lockstep manifest"):
-        load_checkpoint(tmp_path / "a.safetensors")
 
 
 def test_a_model_tensor_may_not_take_the_optimizers_names(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.unit.checkpoint.test_checkpoint import manifest
 from torch import nn
 from typer.testing import CliRunner
 
@@ -28,19 +29,9 @@ GOLDEN_DIGEST = "bfcc1e7ffd8fb2564145613ff1b09e649eabdea691220f0ede4da773773fbb5
 def write(path: Path, **changes: Any) -> Path:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).state_dict()
-    values: dict[str, Any] = {
-        "epoch": 2,
-        "step": 3,
-        "global_step": 25,
-        "num_shards": 4,
-        "seed": 7,
-        "config": None,
-        "scheduler": None,
-        "digest": state_digest(model),
-        "optimizer": {"lr": 0.125},
-    }
+    changes = {"digest": state_digest(model), "optimizer": {"lr": 0.125}} | changes
     optimizer = {"optimizer/state/0/exp_avg": torch.ones(4, 3)}
-    save_checkpoint(path, Checkpoint(model=model, optimizer=optimizer, manifest=Manifest(**values | changes)))
+    save_checkpoint(path, Checkpoint(model=model, optimizer=optimizer, manifest=manifest(**changes)))
     return path
 
 
@@ -149,11 +140,13 @@ def test_weights_of_another_digest_are_noticed(tmp_path: Path) -> None:
 
 
 def test_a_later_format_and_a_foreign_file_are_not_called_damaged(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has format 6, but this version of Lockstep reads only formats up to 5"):
-        verify_checkpoint(write(tmp_path / "later.ckpt", format_version=6))
+    write(tmp_path / "later.ckpt", format_version=6)
     save_file({"weight": torch.ones(2)}, tmp_path / "a.safetensors")
-    with pytest.raises(CheckpointError, match="without a Lockstep manifest"):
-        verify_checkpoint(tmp_path / "a.safetensors")
+    for read in (load_checkpoint, verify_checkpoint):
+        with pytest.raises(CheckpointError, match=r"has format 6, but .* only formats up to 5.*Update Lockstep"):
+            read(tmp_path / "later.ckpt")
+        with pytest.raises(CheckpointError, match="without a Lockstep manifest"):
+            read(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize("header", [b"[]", b"{", b'{"a":1}', b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}'])
@@ -167,9 +160,9 @@ def test_nonsense_is_refused_with_a_message(tmp_path: Path, header: bytes) -> No
         load_checkpoint(path)
 
 
-def sealed(manifest: str, **entries: Any) -> bytes:
+def sealed(text: str, **entries: Any) -> bytes:
     """Return a file whose checksums hold and whose content somebody made up."""
-    header = encode_header(assign_offsets({"w": (torch.float32, (1,))}), {"lockstep": manifest})
+    header = encode_header(assign_offsets({"w": (torch.float32, (1,))}), {"lockstep": text})
     if entries:
         values = {**json.loads(header[8:]), **entries}
         header = len(json.dumps(values)).to_bytes(8, "little") + json.dumps(values).encode()
@@ -180,15 +173,8 @@ def sealed(manifest: str, **entries: Any) -> bytes:
     ("key", "value"),
     [
         *(("checksums", 5), ("metrics", [1]), ("metrics", {"a": "b"}), ("fingerprint", "s"), ("config", [1])),
-        *(
-            ("versions", None),
-            ("digest", 3),
-            ("classes", {"optimizer": 1}),
-            ("loader", [1]),
-            ("global_step", "x"),
-            ("epoch", None),
-            ("seed", True),
-        ),
+        *(("versions", None), ("digest", 3), ("classes", {"optimizer": 1}), ("loader", [1]), ("global_step", "x")),
+        *(("epoch", None), ("seed", True)),
         *(("model_extra", {"$tensor": "gone"}), ("model_extra", {"$tuple": [1]}), ("format_version", "2")),
         *(("model_extra", {"$dict": [[{}, 1]]}), ("optimizer", json.loads("[" * 150 + "]" * 150)), ("later", 1)),
     ],
@@ -196,8 +182,8 @@ def sealed(manifest: str, **entries: Any) -> bytes:
 def test_a_manifest_of_other_kinds_is_refused_with_a_message(tmp_path: Path, key: str, value: Any) -> None:
     # Each ended in a traceback of `show`, `verify` or `load_weights`.
     path = write(tmp_path / "a.ckpt")
-    manifest = json.loads(read_header(path)[0].metadata["lockstep"])
-    path.write_bytes(sealed(json.dumps({**manifest, "checksums": {"w": "2144df1c"}, key: value})))
+    written = json.loads(read_header(path)[0].metadata["lockstep"])
+    path.write_bytes(sealed(json.dumps({**written, "checksums": {"w": "2144df1c"}, key: value})))
     with pytest.raises(CheckpointError, match=r"cannot be (parsed|decoded)|model_extra is not a dictionary"):
         load_weights(path, nn.Linear(1, 1))
     for name in ("show", "verify"):
@@ -244,20 +230,10 @@ def test_every_dtype_is_read_by_safetensors(tmp_path: Path) -> None:
     names += ["uint32", "uint16", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"]
     tensors = {name: torch.arange(3).to(getattr(torch, name)) for name in names}
     tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "turned": torch.arange(6.0).view(2, 3).t()}
-    manifest = Manifest(
-        epoch=0,
-        step=0,
-        global_step=0,
-        num_shards=1,
-        seed=0,
-        digest=state_digest(tensors),
-        optimizer=None,
-        scheduler=None,
-        config=None,
-    )
-    save_checkpoint(tmp_path / "a.ckpt", Checkpoint(model=tensors, optimizer={}, manifest=manifest))
-    assert state_digest(load_file(tmp_path / "a.ckpt")) == manifest.digest
-    assert state_digest(load_checkpoint(tmp_path / "a.ckpt").model) == manifest.digest
+    digest = state_digest(tensors)
+    save_checkpoint(tmp_path / "a.ckpt", Checkpoint(model=tensors, optimizer={}, manifest=manifest(digest=digest)))
+    assert state_digest(load_file(tmp_path / "a.ckpt")) == digest
+    assert state_digest(load_checkpoint(tmp_path / "a.ckpt").model) == digest
     assert verify_checkpoint(tmp_path / "a.ckpt").is_intact
 
 

@@ -11,29 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.asynchronous_device import asynchronous_device
+from tests.unit.checkpoint.test_checkpoint import manifest
 from torch import Tensor
 
 from lockstep.checkpoint import saver as saver_module
 from lockstep.checkpoint.atomic_write import atomic_replace, atomic_write, remove_stale_temp_files
 from lockstep.checkpoint.file import load_checkpoint, state_digest
-from lockstep.checkpoint.manifest import Checkpoint, Manifest
+from lockstep.checkpoint.manifest import Checkpoint
 from lockstep.checkpoint.saver import Saver, StateCopy
 from lockstep.errors import CheckpointError
 
 
 def checkpoint(tensor: Tensor) -> Checkpoint:
-    manifest = Manifest(
-        epoch=0,
-        step=0,
-        global_step=0,
-        num_shards=1,
-        seed=0,
-        digest="",
-        optimizer=None,
-        scheduler=None,
-        config=None,
-    )
-    return Checkpoint(model={"w": tensor}, optimizer={"optimizer/m": tensor + 1}, manifest=manifest)
+    return Checkpoint(model={"w": tensor}, optimizer={"optimizer/m": tensor + 1}, manifest=manifest(digest=""))
 
 
 def save_and_fail(saver: Saver, path: Path, error: type[BaseException] | None) -> None:
