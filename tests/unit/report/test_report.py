@@ -6,30 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from tests.unit.report.events import STARTED, step
 
 from lockstep.doctor.slow import SlowReport, TimeUse
 from lockstep.errors import RunDirectoryError
-from lockstep.events import CheckpointSaved, EpochFinished, Event, RecordingTakenOver, RunStarted, StepFinished
+from lockstep.events import CheckpointSaved, EpochFinished, Event, RecordingTakenOver
 from lockstep.recording import WorkerRecorder
 from lockstep.report import progress
 from lockstep.report.metrics_file import MetricsFile, read_metrics
 from lockstep.report.progress import PlainLines, ProgressBar, Speed, fold
-
-STARTED = RunStarted(
-    world_size=2,
-    device="cpu",
-    num_shards=4,
-    num_parameters=1234,
-    num_train_samples=500,
-    num_test_samples=100,
-    first_epoch=0,
-    num_epochs=2,
-    num_steps=2,
-)
-
-
-def step(global_step: int, loss: float = 0.5) -> StepFinished:
-    return StepFinished(epoch=(global_step - 1) // 2, step=(global_step - 1) % 2, global_step=global_step, loss=loss)
 
 
 def epoch(number: int, **test: float) -> EpochFinished:
@@ -96,8 +81,9 @@ def test_a_step_without_a_loss_is_a_line(tmp_path: Path) -> None:
     # A step that was skipped has none, and JSON has no word for that: the run ended there.
     path = tmp_path / "metrics.jsonl"
     recorder = MetricsFile(path)
-    for event in (step(1, loss=float("nan")), step(2), epoch(0), step(3, loss=float("inf"))):
+    for event in (step(1, loss=float("nan")), step(2), epoch(0, loss=float("nan")), step(3, loss=float("inf"))):
         recorder.record(event)
+    assert "NaN" not in path.read_text()
     assert [row.get("loss") for row in read_metrics(path)] == [None, 0.5, None, None]
 
 
@@ -160,13 +146,6 @@ def test_the_bar_of_a_run_that_goes_on_begins_within_its_epoch() -> None:
         with ProgressBar(Console(file=stream, force_terminal=True, width=100)) as bar:
             bar.record(event)
         assert "epoch 2 step 3/4" in stream.getvalue()
-
-
-def test_a_metric_that_is_not_finite_is_null(tmp_path: Path) -> None:
-    recorder = MetricsFile(tmp_path / "m.jsonl")
-    for event in (epoch(0, loss=float("nan")), epoch(1, loss=0.5)):
-        recorder.record(event)
-    assert "NaN" not in (tmp_path / "m.jsonl").read_text()
 
 
 def test_a_file_that_cannot_be_written_is_explained(tmp_path: Path) -> None:

@@ -1,17 +1,18 @@
 """Trackers follow metrics.jsonl: through resumes and a lost rank 0 they hold each row once."""
 
 import importlib.util
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
 import pytest
 import torch
+from tests.support.fitting import importable
+from tests.unit.report.events import STARTED, step
 
 from lockstep.cli.train import Job, train_worker
 from lockstep.errors import ConfigError
-from lockstep.events import EpochFinished, Event, Recorders, RunStarted, StepFinished
+from lockstep.events import EpochFinished, Event, Recorders
 from lockstep.report.metrics_file import MetricsFile, Succession, read_metrics, sum_epoch
 from lockstep.report.trackers import Following, TrackedRun, check_trackers, make_trackers
 from lockstep.report.trackers.known import Ending
@@ -46,26 +47,13 @@ class FailsAt(ls.Callback):
 VALUES: dict[str, Any] = {"model": "torch.nn:Linear", "model_args": {"in_features": 3, "out_features": 1}}
 VALUES |= {"data": "tracked_case:data", "loss": "torch.nn.functional:mse_loss", "batch_size": 8, "num_shards": 2}
 VALUES |= {"keep": 99, "epochs": 3, "async_save": False, "save_every": 2}
-STARTED = RunStarted(
-    world_size=2,
-    device="cpu",
-    num_shards=2,
-    num_parameters=1,
-    num_train_samples=8,
-    num_test_samples=8,
-    first_epoch=0,
-    num_epochs=2,
-    num_steps=4,
-)
 Logged = list[tuple[int, str, float]]
 
 
 @pytest.fixture(autouse=True)
-def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    (tmp_path / "tracked_case.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("tracked_case", None)
+def _module(tmp_path: Path) -> Any:
+    with importable("tracked_case", MODULE, tmp_path):
+        yield
 
 
 @final
@@ -115,10 +103,6 @@ def shown(path: Path) -> list[tuple[int, str]]:
 
 def names(service: Service) -> list[tuple[int, str]]:
     return sorted(each[:2] for each in service.logged)
-
-
-def step(number: int) -> StepFinished:
-    return StepFinished(epoch=0, step=number - 1, global_step=number, loss=number / 2, weight=2.0)
 
 
 def train(folder: Path, resume_at: int | None = None, **values: Any) -> Any:

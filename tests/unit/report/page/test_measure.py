@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lockstep.recording import EventKind
 from lockstep.recording.file_format import EventKind, StepPhase
 from lockstep.report.page import figures, forecast_notes
 from lockstep.report.page.measure import SHARES, MeasuredSteps, forecast_steps, measure_tables, step_parts, time_shares
@@ -198,11 +197,6 @@ def test_on_a_cpu_it_is_an_upper_bound_for_fewer_workers() -> None:
     found = forecast_steps(TWO_WORKERS)
     assert forecast_notes(found, cores=8).count("forecast_at_most") == 1
     assert "forecast_at_most" not in forecast_notes(found, cores=None)
-
-
-def test_from_one_worker_it_is_the_best_case() -> None:
-    alone = replace(TWO_WORKERS, workers=1, step=np.full(5, 0.1), shard=[np.full(40, 0.010)], exchange=np.empty(0))
-    assert [each.is_best_case for each in forecast_steps(alone)] == [False, True, True, True, True]
 
 
 def test_the_band_holds_what_varies() -> None:
