@@ -1,31 +1,16 @@
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.manifests import manifest
 from torch import Tensor, nn
 
 from lockstep.checkpoint.file import load_checkpoint, read_manifest, save_checkpoint, state_digest
 from lockstep.checkpoint.manifest import Checkpoint, Manifest, decode_state, encode_state
 from lockstep.errors import CheckpointError
-
-
-def manifest(**changes: Any) -> Manifest:
-    values: dict[str, Any] = {
-        "epoch": 2,
-        "step": 3,
-        "global_step": 25,
-        "num_shards": 4,
-        "seed": 7,
-        "digest": "d",
-        "optimizer": {"state": {}},
-        "scheduler": None,
-        "config": None,
-    }
-    return Manifest(**values | changes)
 
 
 def checkpoint(model: nn.Module) -> Checkpoint:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.unit.checkpoint.test_checkpoint import manifest
+from tests.support.manifests import manifest
 from torch import nn
 from typer.testing import CliRunner
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.asynchronous_device import asynchronous_device
-from tests.unit.checkpoint.test_checkpoint import manifest
+from tests.support.manifests import manifest
 from torch import Tensor
 
 from lockstep.checkpoint import saver as saver_module

@@ -15,10 +15,10 @@ from lockstep.events import Recorders
 from lockstep.report.metrics_file import MetricsFile
 from lockstep.runs import predict
 from lockstep.runs.config import parse_config
-from lockstep.runs.evaluate import evaluate_saved
+from lockstep.runs.evaluate import Evaluation, evaluate_saved
 from lockstep.runs.fit import fit
 from lockstep.runs.listing import FitResult
-from lockstep.runs.opening import find_saved_run
+from lockstep.runs.opening import SavedRun, find_saved_run
 from lockstep.runs.predict import predict_saved
 from lockstep.runs.predictions import (
     PredictRequest,
@@ -105,13 +105,15 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("saved_model")
 
 
+def evaluate(saved: SavedRun, data: str | None, weights: str | None = None, **changes: Any) -> Evaluation:
+    return evaluate_saved(saved.config.model_copy(update=changes), saved.checkpoint, data, CPU, weights)
+
+
 def test_an_evaluation_has_the_values_of_the_training_on_any_number_of_workers(run_dir: Any) -> None:
     folder, result = run_dir
     saved = find_saved_run(folder)
     for workers in (1, 2, 3):
-        for found in run_ranks(
-            workers, lambda _: evaluate_saved(saved.config, saved.checkpoint, "test", CPU), has_default_group=True
-        ):
+        for found in run_ranks(workers, lambda _: evaluate(saved, "test"), has_default_group=True):
             assert found.metrics == {name: result.test[name] for name in ("loss", "accuracy")}
             assert found.num_samples == 21
             assert found.digest == result.digest == saved.digest
@@ -119,45 +121,31 @@ def test_an_evaluation_has_the_values_of_the_training_on_any_number_of_workers(r
 
 def test_other_data_can_be_evaluated(run_dir: Any, tmp_path: Path) -> None:
     saved = find_saved_run(run_dir[0])
-    assert evaluate_saved(saved.config, saved.checkpoint, "train", CPU).num_samples == 40
-    averaged = evaluate_saved(saved.config, saved.checkpoint, "test", CPU, "ema")
+    assert evaluate(saved, "train").num_samples == 40
+    averaged = evaluate(saved, "test", "ema")
     assert averaged.metrics == {name: run_dir[1].test[f"ema_{name}"] for name in averaged.metrics}
     early = find_saved_run(run_dir[0], ["swa={start_epoch: 3}", "epochs=4", "max_steps=2"]).config
     (tmp_path / "early").mkdir()
     fit(early, device=CPU, run_dir=tmp_path / "early", recorder=Recorders([]))
-    with pytest.raises(
-        CheckpointError, match=r"no weights named 'swa', only its own and ema.*from the end of its start"
-    ):
-        evaluate_saved(
-            early, find_saved_run(tmp_path / "early").checkpoint, "test", CPU, "swa"
-        )  # not those of the beginning
-    large = saved.config.model_copy(update={"drop_last": True, "batch_size": 64, "warmup": 3.0})
-    assert evaluate_saved(large, saved.checkpoint, "saved_model:data", CPU).num_samples == 21
-    overfitted = saved.config.model_copy(
-        update={"overfit": 1}
-    )  # it took as many of the other data, from the training set
-    assert evaluate_saved(overfitted, saved.checkpoint, "saved_model:data", CPU).num_samples == 21
+    with pytest.raises(CheckpointError, match=r"no weights named 'swa', only its own and ema.*the end of its start"):
+        evaluate(find_saved_run(tmp_path / "early"), "test", "swa")  # not those of the beginning
+    assert evaluate(saved, "saved_model:data", drop_last=True, batch_size=64, warmup=3.0).num_samples == 21
+    # It took as many of the other data, from the training set.
+    assert evaluate(saved, "saved_model:data", overfit=1).num_samples == 21
     with pytest.raises(CheckpointError, match="no weights named 'swa', only its own and ema"):
-        evaluate_saved(saved.config, saved.checkpoint, "test", CPU, "swa")
-    assert (
-        evaluate_saved(saved.config, saved.checkpoint, "saved_model:data", CPU).metrics["loss"]
-        == run_dir[1].test["loss"]
-    )
+        evaluate(saved, "test", "swa")
+    assert evaluate(saved, "saved_model:data").metrics["loss"] == run_dir[1].test["loss"]
     with pytest.raises(ConfigError, match="expected train, test, or the import path"):
-        evaluate_saved(saved.config, saved.checkpoint, "tets", CPU)
+        evaluate(saved, "tets")
 
 
 def test_a_run_without_a_test_set_is_evaluated_and_predicted_on_another_one(run_dir: Any, tmp_path: Path) -> None:
     config = parse_config(VALUES | {"data": "saved_model:by_name"}, "config")
     (tmp_path / "val").mkdir()
     fit(config, device=CPU, run_dir=tmp_path / "val", recorder=MetricsFile(tmp_path / "val" / "metrics.jsonl"))
-    saved = find_saved_run(tmp_path / "val")
-    found = evaluate_saved(saved.config, saved.checkpoint, None, CPU)
+    found = evaluate(find_saved_run(tmp_path / "val"), None)
     assert (found.data, found.num_samples) == ("val", 21)
-    assert (
-        evaluate_saved(find_saved_run(run_dir[0]).config, find_saved_run(run_dir[0]).checkpoint, None, CPU).data
-        == "test"
-    )
+    assert evaluate(find_saved_run(run_dir[0]), None).data == "test"
     predict_all(request_of(tmp_path / "val", tmp_path / "parts", data=None))
     assert {"target", "class"} <= set(table(tmp_path / "parts", tmp_path / "val.npz"))
 
@@ -168,7 +156,7 @@ def test_a_damaged_checkpoint_is_not_evaluated(run_dir: Any) -> None:
     content[-3] ^= 1
     saved.checkpoint.write_bytes(content)
     with pytest.raises(CheckpointError, match="damaged"):
-        evaluate_saved(saved.config, saved.checkpoint, "test", CPU)
+        evaluate(saved, "test")
 
 
 def request_of(
@@ -180,8 +168,12 @@ def request_of(
     return PredictRequest(saved=saved, data=data, parts=parts, start=start, **given)
 
 
+def predict_quietly(request: PredictRequest) -> int:
+    return predict_saved(request, CPU, lambda *_: None)
+
+
 def predict_all(request: PredictRequest, workers: int = 1) -> None:
-    found = run_ranks(workers, lambda _: predict_saved(request, CPU, lambda *_: None), has_default_group=True)
+    found = run_ranks(workers, lambda _: predict_quietly(request), has_default_group=True)
     assert found == [21] * workers
 
 
@@ -249,13 +241,9 @@ def test_targets_are_written_and_a_function_may_choose_what_is(run_dir: Any, tmp
     assert lines[0] == "index,target,largest,all_0,all_1,all_2"
     assert float(lines[3].split(",")[3]) == found["all"][2, 0]
     with pytest.raises(ConfigError, match=r"has shape \[\] for \d samples, expected one row for each sample"):
-        predict_saved(request_of(run_dir[0], tmp_path / "q", output_function="saved_model:total"), CPU, lambda *_: None)
-    with pytest.raises(
-        ConfigError, match=r"shapes output \[3\], those of others output \[2\], and a file needs the same"
-    ):
-        predict_saved(
-            request_of(run_dir[0], tmp_path / "q", output_function="saved_model:ragged"), CPU, lambda *_: None
-        )
+        predict_quietly(request_of(run_dir[0], tmp_path / "q", output_function="saved_model:total"))
+    with pytest.raises(ConfigError, match=r"shapes output \[3\], those of others output \[2\], and a file needs"):
+        predict_quietly(request_of(run_dir[0], tmp_path / "q", output_function="saved_model:ragged"))
     for number, width in enumerate((2, 3)):
         np.savez(tmp_path / f"{number}.npz", output=np.zeros((6, width)))
     for name in ("r.csv", "r.npz"):
@@ -263,15 +251,15 @@ def test_targets_are_written_and_a_function_may_choose_what_is(run_dir: Any, tmp
             write_table(tmp_path / name, [tmp_path / "0.npz", tmp_path / "1.npz"])
         assert not (tmp_path / name).exists()
     with pytest.raises(ConfigError, match="--data is 'val', which this run does not have: expected train, test, or"):
-        predict_saved(request_of(run_dir[0], tmp_path / "q", data="val"), CPU, lambda *_: None)
+        predict_quietly(request_of(run_dir[0], tmp_path / "q", data="val"))
 
 
 @pytest.mark.parametrize("data", ["train", "test", "saved_model:as_list", "saved_model:by_name"])
 def test_predictions_are_of_the_set_that_an_evaluation_takes(run_dir: Any, tmp_path: Path, data: str) -> None:
     saved = find_saved_run(run_dir[0], ["data=saved_model:as_list"])  # as random_split returns them
     request = replace(request_of(run_dir[0], tmp_path / "parts", data=data), saved=saved)
-    assert predict_saved(request, CPU, lambda *_: None) == (40 if data == "train" else 21)
-    assert evaluate_saved(saved.config, saved.checkpoint, data, CPU).num_samples == (40 if data == "train" else 21)
+    assert predict_quietly(request) == (40 if data == "train" else 21)
+    assert evaluate(saved, data).num_samples == (40 if data == "train" else 21)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -247,12 +248,21 @@ def test_models_do_not_depend_on_what_the_data_drew() -> None:
     assert build().trainer.digest() != build(seed=1).trainer.digest()
 
 
-def saved(tmp_path: Path) -> Checkpoint:
+def save_epochs(
+    folder: Path, *losses: float, after_epoch: Callable[[int], None] = lambda _: None, **values: Any
+) -> None:
+    """Train an epoch for each loss, and save the run with it."""
     parts = build()
-    for batch in parts.train.epoch(0):
-        parts.trainer.step(batch)
-    with RunSaver(parse_config(VALUES, "config"), tmp_path, Recorders([])) as saver:
-        saver.save(parts.trainer, None, {})
+    with RunSaver(parse_config(VALUES | values, "config"), folder, Recorders([])) as saver:
+        for epoch, loss in enumerate(losses):
+            for batch in parts.train.epoch(epoch):
+                parts.trainer.step(batch)
+            saver.save(parts.trainer, None, {"loss": loss})
+            after_epoch(epoch)
+
+
+def saved(tmp_path: Path) -> Checkpoint:
+    save_epochs(tmp_path, 0.5)
     return load_checkpoint(find_checkpoints(tmp_path)[0])
 
 
@@ -274,42 +284,24 @@ def test_a_run_does_not_continue_with_another_config(tmp_path: Path, changes: di
 
 def test_old_checkpoints_and_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
     (tmp_path / f".step-00000001.ckpt.{'a' * 32}.tmp").touch()
-    parts = build()
-    config = parse_config(VALUES | {"keep": 2}, "config")
-    with RunSaver(config, tmp_path, Recorders([])) as saver:
-        for epoch in range(4):
-            for batch in parts.train.epoch(epoch):
-                parts.trainer.step(batch)
-            saver.save(parts.trainer, None, {})
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "own_things.py" and path.is_file()) == [
-        "step-00000003.ckpt",
-        "step-00000004.ckpt",
-    ]
+    save_epochs(tmp_path, 0.5, 0.5, 0.5, 0.5, keep=2)
+    files = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert files == {"own_things.py", "step-00000003.ckpt", "step-00000004.ckpt"}
 
 
 def test_the_best_checkpoint_is_kept_and_pointed_to(tmp_path: Path) -> None:
-    parts = build()
-    config = parse_config(VALUES | {"keep": 1, "keep_best": "-loss"}, "config")
-    with RunSaver(config, tmp_path, Recorders([])) as saver:
-        for epoch, loss in enumerate((0.5, 0.25, math.nan, 0.25)):
-            for batch in parts.train.epoch(epoch):
-                parts.trainer.step(batch)
-            saver.save(parts.trainer, None, {"loss": loss})
+    save_epochs(tmp_path, 0.5, 0.25, math.nan, 0.25, keep=1, keep_best="-loss")
     assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000004.ckpt", "step-00000002.ckpt"]
     assert (tmp_path / "best.ckpt").readlink() == Path("step-00000002.ckpt")
     assert load_checkpoint(tmp_path / "best.ckpt").manifest.metrics == {"loss": 0.25}
 
 
 def test_a_damaged_checkpoint_does_not_replace_an_intact_one(tmp_path: Path) -> None:
-    parts = build()
-    config = parse_config(VALUES | {"keep": 2, "async_save": False}, "config")
-    with RunSaver(config, tmp_path, Recorders([])) as saver:
-        for epoch in range(3):
-            for batch in parts.train.epoch(epoch):
-                parts.trainer.step(batch)
-            saver.save(parts.trainer, None, {})
-            if epoch == 1:
-                os.truncate(tmp_path / "step-00000002.ckpt", 1000)
+    def damage(epoch: int) -> None:
+        if epoch == 1:
+            os.truncate(tmp_path / "step-00000002.ckpt", 1000)
+
+    save_epochs(tmp_path, 0.5, 0.5, 0.5, after_epoch=damage, keep=2, async_save=False)
     assert [path.name for path in find_checkpoints(tmp_path)] == [f"step-0000000{step}.ckpt" for step in (3, 2, 1)]
 
 

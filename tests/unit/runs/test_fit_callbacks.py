@@ -142,6 +142,13 @@ def test_a_mean_gets_its_statistics_from_the_batches_of_the_training(tmp_path: P
         ({"callbacks": [{"calling:Note": {"wrod": 1}}]}, "callbacks could not be constructed"),
         ({"callbacks": ["calling:Nope"]}, "'calling' has no 'Nope'. Did you mean 'Note'?"),
         ({"early_stopping": {"metric": "dice"}}, "cannot be concluded from its name"),
+        ({"scheduler": "cosin"}, "scheduler is 'cosin', expected constant, linear, cosine, plateau, or an import path"),
+        ({"warmup": 99}, "warmup is 99.0, expected fewer steps than the run has (9)"),
+        ({"warmup": 2, "scheduler": "torch.optim.lr_scheduler:StepLR"}, "warmup is for a scheduler that is constant"),
+        ({"scheduler": "linear", "scheduler_args": {"end": 1}}, "scheduler is 'linear', which cannot be used"),
+        ({"param_groups": {"3.*": {}}}, "The parameter group '3.*' has no parameters"),
+        ({"param_groups": {"2.*": {"rate": 1}}}, "gives '2.*' the option rate, and AdamW has lr, "),
+        ({"accumulate": 5}, "smaller than num_shards (2) times accumulate (5)"),
     ],
 )
 def test_mistakes_are_refused_with_one_message(tmp_path: Path, values: dict[str, Any], said: str) -> None:
@@ -173,24 +180,6 @@ def test_optimizer_options_are_resumed(tmp_path: Path) -> None:
     assert (resumed.digest, resumed.test) == (whole.digest, whole.test)
     # Accumulation is nothing but more shards.
     assert train(tmp_path / "shards", **OPTIONS | {"accumulate": 1, "num_shards": 4}).digest == whole.digest
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"scheduler": "cosin"}, "scheduler is 'cosin', expected constant, linear, cosine, plateau, or an import path"),
-        ({"warmup": 99}, "warmup is 99.0, expected fewer steps than the run has (9)"),
-        ({"warmup": 2, "scheduler": "torch.optim.lr_scheduler:StepLR"}, "warmup is for a scheduler that is constant"),
-        ({"scheduler": "linear", "scheduler_args": {"end": 1}}, "scheduler is 'linear', which cannot be used"),
-        ({"param_groups": {"3.*": {}}}, "The parameter group '3.*' has no parameters"),
-        ({"param_groups": {"2.*": {"rate": 1}}}, "gives '2.*' the option rate, and AdamW has lr, "),
-        ({"accumulate": 5}, "smaller than num_shards (2) times accumulate (5)"),
-    ],
-)
-def test_mistakes_in_optimizer_options_are_refused(tmp_path: Path, values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        train(tmp_path / "run", **values)
-    assert said in str(caught.value)
 
 
 METRICS = """

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.manifests import manifest
 
 from lockstep.checkpoint.file import save_checkpoint
-from lockstep.checkpoint.manifest import Checkpoint, Manifest
+from lockstep.checkpoint.manifest import Checkpoint
 from lockstep.checkpoint.step_files import checkpoint_name
 from lockstep.cli.runs import _format, _measured
 from lockstep.runs.directory import lock_run
@@ -26,10 +27,9 @@ def make_run(
     rows: list[dict[str, Any]] = [{"kind": "step", "epoch": epoch, "step": 4, "global_step": 15}]
     rows.insert(0, {"kind": "epoch", "epoch": 0, "global_step": 10, "train_loss": 2.0, "test_accuracy": 0.25})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    state = {"epoch": epoch, "step": step, "global_step": 10, "num_shards": 1, "seed": 0, "digest": "d" * 64}
-    manifest = Manifest(**state, optimizer=None, scheduler=None, config=config)
+    written = manifest(epoch=epoch, step=step, global_step=10, digest="d" * 64, config=config)
     save_checkpoint(
-        folder / checkpoint_name(10), Checkpoint(model={"w": torch.ones(1)}, optimizer={}, manifest=manifest)
+        folder / checkpoint_name(10), Checkpoint(model={"w": torch.ones(1)}, optimizer={}, manifest=written)
     )
     return folder
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.manifests import manifest
 
 from lockstep.checkpoint.file import read_manifest, save_checkpoint
-from lockstep.checkpoint.manifest import Checkpoint, Manifest
+from lockstep.checkpoint.manifest import Checkpoint
 from lockstep.errors import CheckpointError, ConfigError, RunDirectoryError
 from lockstep.runs.config import parse_config
 from lockstep.runs.opening import NEWEST, OpenedRun, OpenRequest, open_run, with_recorded_shards
@@ -19,16 +20,9 @@ VALUES = {"model": "mine:Net", "data": "mine:data"}
 
 
 def save(path: Path, global_step: int, **values: Any) -> Path:
-    manifest = Manifest(
-        **{"epoch": 0, "step": 1, "config": parse_config(VALUES, "config").model_dump(), **values},
-        global_step=global_step,
-        num_shards=4,
-        seed=0,
-        digest="",
-        optimizer=None,
-        scheduler=None,
-    )
-    save_checkpoint(path, Checkpoint(model={"a": torch.ones(2)}, optimizer={}, manifest=manifest))
+    config = parse_config(VALUES, "config").model_dump()
+    written = manifest(**{"epoch": 0, "step": 1, "global_step": global_step, "config": config} | values)
+    save_checkpoint(path, Checkpoint(model={"a": torch.ones(2)}, optimizer={}, manifest=written))
     return path
 
 
@@ -45,16 +39,23 @@ def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run_dir
 
 
-def opened(resumed: str | None, *, told: list[str] | None = None, says: bool = False, **values: Any) -> OpenedRun:
+def opened(
+    resumed: str | None, *, told: list[str] | None = None, says: bool = False, job: str | None = None, **values: Any
+) -> OpenedRun:
     wanted = OpenRequest(
         config=parse_config({**VALUES, **values}, "config"),
         name="mine",
         resumed=resumed,
         has_run_dir_override=says,
         allowed=frozenset(),
+        job=job,
     )
     with ExitStack() as held:
         return open_run(wanted, held, ([] if told is None else told).append)
+
+
+def automatic(job: str | None = "torchrun 7", **values: Any) -> OpenedRun:
+    return opened(None, says="run_dir" in values, job=job, resume="auto", **values)
 
 
 def names(run_dir: Path) -> list[str]:
@@ -157,19 +158,6 @@ def test_nothing_is_made_for_a_config_that_does_not_fit(old: Path) -> None:
     with pytest.raises(CheckpointError, match=r"--allow batch_size|batch_size was"):
         opened(str(old / "step-00000003.ckpt"), says=True, run_dir="runs/other", batch_size=8)
     assert not Path("runs/other").exists()
-
-
-def automatic(job: str | None = "torchrun 7", **values: Any) -> OpenedRun:
-    wanted = OpenRequest(
-        config=parse_config({**VALUES, "resume": "auto", **values}, "config"),
-        name="mine",
-        resumed=None,
-        has_run_dir_override="run_dir" in values,
-        allowed=frozenset(),
-        job=job,
-    )
-    with ExitStack() as held:
-        return open_run(wanted, held, print)
 
 
 def test_a_job_that_is_started_again_finds_its_own_run_and_no_other(old: Path) -> None:
