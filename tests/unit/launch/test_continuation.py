@@ -67,8 +67,12 @@ class Launch:
         return taken
 
 
-def test_survivors_are_told_at_once_who_is_lost() -> None:
-    launch = Launch()
+@pytest.fixture
+def launch() -> Launch:
+    return Launch()
+
+
+def test_survivors_are_told_at_once_who_is_lost(launch: Launch) -> None:
     assert launch.lose(1)
     sent = launch.take_sent()
     assert sorted(sent) == [0, 2]
@@ -85,16 +89,14 @@ def test_survivors_are_told_at_once_who_is_lost() -> None:
 
 
 @pytest.mark.parametrize("what", ["ready", "lost", "loading_lost", "raised", "alive", "leave", ["no name"]])
-def test_a_report_that_the_users_code_wrote_ends_no_launch(what: object) -> None:
+def test_a_report_that_the_users_code_wrote_ends_no_launch(what: object, launch: Launch) -> None:
     # A report without its fields was a KeyError in the launcher, where a bad request is refused.
-    launch = Launch()
     launch.report(1, report=what)
     assert not launch.continuation.reports.lost_loading
     assert launch.lose(1)
 
 
-def test_absent_is_for_whom_others_wait_after_a_loss() -> None:
-    launch = Launch()
+def test_absent_is_for_whom_others_wait_after_a_loss(launch: Launch) -> None:
     launch.lose(0)
     launch.now = 3.0
     assert not launch.absent(), "nobody waits yet"
@@ -110,8 +112,7 @@ def test_absent_is_for_whom_others_wait_after_a_loss() -> None:
     assert not launch.absent(), "between two steps others may do what takes long"
 
 
-def test_a_second_loss_before_all_have_joined_is_another_generation() -> None:
-    launch = Launch()
+def test_a_second_loss_before_all_have_joined_is_another_generation(launch: Launch) -> None:
     launch.lose(1)
     launch.join(0)
     assert launch.lose(2)
@@ -120,8 +121,7 @@ def test_a_second_loss_before_all_have_joined_is_another_generation() -> None:
     assert launch.continuation.is_settled
 
 
-def test_nobody_continues_without_a_worker_that_cannot() -> None:
-    launch = Launch()
+def test_nobody_continues_without_a_worker_that_cannot(launch: Launch) -> None:
     launch.continuation.reports.ready.pop(2)
     assert not launch.lose(1)
     assert not launch.take_sent()
@@ -129,8 +129,7 @@ def test_nobody_continues_without_a_worker_that_cannot() -> None:
     assert launch.lose(1)
 
 
-def test_a_run_has_begun_when_all_could_continue_at_some_time() -> None:
-    launch = Launch()
+def test_a_run_has_begun_when_all_could_continue_at_some_time(launch: Launch) -> None:
     assert launch.continuation.has_begun
     starting = Launch.__new__(Launch)
     starting.server = RecordedServer()
@@ -148,15 +147,13 @@ def test_too_few_are_told_to_stop() -> None:
     assert {message["event"] for message in launch.take_sent().values()} == {"stop"}
 
 
-def test_after_an_error_of_the_function_nothing_changes() -> None:
-    launch = Launch()
+def test_after_an_error_of_the_function_nothing_changes(launch: Launch) -> None:
     launch.continuation.refuse()
     assert not launch.lose(1)
     assert not launch.wish(2, 2).leaving
 
 
-def test_after_an_error_the_end_of_one_that_was_to_leave_lets_nobody_wait_on() -> None:
-    launch = Launch()
+def test_after_an_error_the_end_of_one_that_was_to_leave_lets_nobody_wait_on(launch: Launch) -> None:
     launch.wish(2, 1)
     launch.join(0)
     assert launch.lose(1)  # it has left
@@ -164,8 +161,7 @@ def test_after_an_error_the_end_of_one_that_was_to_leave_lets_nobody_wait_on() -
     assert not launch.lose(1)
 
 
-def test_an_error_without_a_loss_stands_after_a_moment() -> None:
-    launch = Launch()
+def test_an_error_without_a_loss_stands_after_a_moment(launch: Launch) -> None:
     launch.report(0, report="lost", generation=0)
     assert not launch.take_sent()
     assert launch.continuation.next_answer == 1.0
@@ -174,8 +170,7 @@ def test_an_error_without_a_loss_stands_after_a_moment() -> None:
     assert launch.take_sent() == {0: {"event": "unchanged"}}
 
 
-def test_a_new_worker_joins_by_a_planned_generation() -> None:
-    launch = Launch()
+def test_a_new_worker_joins_by_a_planned_generation(launch: Launch) -> None:
     launch.arrive(3)
     assert launch.wish(4).arrived == (3,)
     sent = launch.take_sent()
@@ -188,8 +183,7 @@ def test_a_new_worker_joins_by_a_planned_generation() -> None:
     assert launch.continuation.is_settled
 
 
-def test_a_new_worker_that_has_become_silent_is_not_waited_for() -> None:
-    launch = Launch()
+def test_a_new_worker_that_has_become_silent_is_not_waited_for(launch: Launch) -> None:
     launch.arrive(3)
     launch.now = 10.0
     assert not launch.wish(4).arrived
@@ -197,16 +191,14 @@ def test_a_new_worker_that_has_become_silent_is_not_waited_for() -> None:
     assert launch.wish(4).arrived == (3,)
 
 
-def test_a_worker_that_leaves_has_no_rank() -> None:
-    launch = Launch()
+def test_a_worker_that_leaves_has_no_rank(launch: Launch) -> None:
     assert launch.wish(2, 1).leaving == (1,)
     sent = launch.take_sent()
     assert {worker: message["rank"] for worker, message in sent.items()} == {0: 0, 1: None, 2: 1}
     assert sent[1]["leaving"] == [{"rank": 1, "pid": 101}]
 
 
-def test_a_planned_change_waits_until_the_last_one_is_made() -> None:
-    launch = Launch()
+def test_a_planned_change_waits_until_the_last_one_is_made(launch: Launch) -> None:
     launch.lose(1)
     launch.arrive(3)
     assert not launch.wish(3).arrived
@@ -214,19 +206,17 @@ def test_a_planned_change_waits_until_the_last_one_is_made() -> None:
     assert launch.wish(3).arrived == (3,)
 
 
-def test_nothing_is_planned_when_a_worker_makes_no_calls_any_more() -> None:
-    launch = Launch()
+def test_nothing_is_planned_when_a_worker_makes_no_calls_any_more(launch: Launch) -> None:
     launch.arrive(3)
     launch.report(1, report="over")
     assert not launch.wish(4).arrived
 
 
-def test_a_loss_supersedes_a_planned_generation() -> None:
+def test_a_loss_supersedes_a_planned_generation(launch: Launch) -> None:
     """A worker that was to leave stays a member: who knows whether the boundary was made.
 
     A new one waits for another boundary: the others may be in an evaluation, which it does not make.
     """
-    launch = Launch()
     launch.arrive(3)
     launch.wish(3, 1)
     assert launch.continuation.generation.workers == (0, 2, 3)
@@ -242,8 +232,7 @@ def test_a_loss_supersedes_a_planned_generation() -> None:
     assert launch.wish(3).arrived == (3,)
 
 
-def test_who_was_to_leave_is_gone_when_another_has_joined_without_it() -> None:
-    launch = Launch()
+def test_who_was_to_leave_is_gone_when_another_has_joined_without_it(launch: Launch) -> None:
     launch.wish(2, 1)
     launch.join(0)
     assert launch.lose(2)
@@ -251,8 +240,7 @@ def test_who_was_to_leave_is_gone_when_another_has_joined_without_it() -> None:
 
 
 @pytest.mark.parametrize("report", ["has_state", "joined"])
-def test_a_new_worker_that_has_joined_has_the_state_of_the_run(report: str) -> None:
-    launch = Launch()
+def test_a_new_worker_that_has_joined_has_the_state_of_the_run(report: str, launch: Launch) -> None:
     launch.arrive(3)
     launch.wish(4)
     launch.report(3, report=report, generation=launch.continuation.generation.number)
@@ -261,23 +249,22 @@ def test_a_new_worker_that_has_joined_has_the_state_of_the_run(report: str) -> N
     assert launch.take_sent()[3]["rank"] == 0
 
 
-def test_a_new_worker_that_has_not_joined_cannot_go_on_alone() -> None:
-    launch = Launch()
+def test_a_new_worker_that_has_not_joined_cannot_go_on_alone(launch: Launch) -> None:
     launch.arrive(3)
     launch.wish(4)
     assert not launch.lose(0, 1, 2)
 
 
-def test_a_new_worker_that_is_lost_while_it_joins_leaves_the_others_in_a_generation_of_their_own() -> None:
-    launch = Launch()
+def test_a_new_worker_that_is_lost_while_it_joins_leaves_the_others_in_a_generation_of_their_own(
+    launch: Launch,
+) -> None:
     launch.arrive(3)
     launch.wish(4)
     assert launch.lose(3)
     assert launch.continuation.generation == Generation(number=2, workers=(0, 1, 2))
 
 
-def test_a_worker_that_is_no_member_changes_nothing() -> None:
-    launch = Launch()
+def test_a_worker_that_is_no_member_changes_nothing(launch: Launch) -> None:
     launch.arrive(3)
     assert launch.lose(3)
     assert launch.continuation.generation.number == 0

@@ -69,8 +69,12 @@ class Launch:
             self.fencing.advance()
 
 
-def test_a_silent_worker_is_ended_in_time_and_no_other() -> None:
-    launch = Launch()
+@pytest.fixture
+def launch() -> Launch:
+    return Launch()
+
+
+def test_a_silent_worker_is_ended_in_time_and_no_other(launch: Launch) -> None:
     launch.pass_time(30)
     launch.answers[1] = None
     launch.pass_time(SECONDS - 1)
@@ -79,17 +83,15 @@ def test_a_silent_worker_is_ended_in_time_and_no_other() -> None:
     assert launch.killed == {1: "by its launcher, because it has not answered for 10 s"}
 
 
-def test_a_silent_worker_that_is_to_leave_is_ended_too() -> None:
+def test_a_silent_worker_that_is_to_leave_is_ended_too(launch: Launch) -> None:
     # The others need it for the step under way. They once waited for it for ever.
-    launch = Launch()
     launch.generation, launch.leaving = Generation(number=1, workers=(0, 2)), (1,)
     launch.answers[1] = None
     launch.pass_time(SECONDS + 5)
     assert launch.killed == {1: "by its launcher, because it has not answered for 10 s"}
 
 
-def test_a_worker_for_which_others_wait_is_ended_with_the_line_that_it_runs() -> None:
-    launch = Launch()
+def test_a_worker_for_which_others_wait_is_ended_with_the_line_that_it_runs(launch: Launch) -> None:
     launch.answers[2] = (False, 0)
     launch.pass_time(SECONDS - 1)
     assert not launch.killed
@@ -98,8 +100,7 @@ def test_a_worker_for_which_others_wait_is_ended_with_the_line_that_it_runs() ->
     assert launch.killed == {2: said}
 
 
-def test_nobody_is_ended_who_takes_steps_or_for_whom_nobody_waits() -> None:
-    launch = Launch()
+def test_nobody_is_ended_who_takes_steps_or_for_whom_nobody_waits(launch: Launch) -> None:
     launch.answers[2] = (False, 0)  # the slowest
     launch.pass_time(3 * SECONDS, calls=True)
     launch.answers = dict.fromkeys(range(4), (False, 0))  # a long step
@@ -107,8 +108,7 @@ def test_nobody_is_ended_who_takes_steps_or_for_whom_nobody_waits() -> None:
     assert not launch.killed
 
 
-def test_a_worker_that_waited_and_is_gone_lets_nobody_be_ended() -> None:
-    launch = Launch()
+def test_a_worker_that_waited_and_is_gone_lets_nobody_be_ended(launch: Launch) -> None:
     launch.answers = {0: (False, 0), 1: (False, 0), 2: (True, 0), 3: None}
     launch.pass_time(SECONDS / 2)
     launch.generation = Generation(number=1, workers=(0, 1))  # worker 2 was lost
@@ -116,8 +116,7 @@ def test_a_worker_that_waited_and_is_gone_lets_nobody_be_ended() -> None:
     assert not launch.killed
 
 
-def test_a_new_worker_that_waits_for_the_next_step_lets_nobody_be_ended() -> None:
-    launch = Launch()
+def test_a_new_worker_that_waits_for_the_next_step_lets_nobody_be_ended(launch: Launch) -> None:
     launch.generation, launch.new = Generation(number=1, workers=(0, 1, 2)), (2,)
     launch.answers = {0: (False, 0), 1: (False, 0), 2: (True, 0), 3: None}  # a long step
     launch.pass_time(3 * SECONDS)
@@ -173,8 +172,7 @@ def test_a_member_that_comes_late_by_its_own_code_or_is_stopped_is_told_of_and_w
     assert [record.message.rpartition(": it ")[2] for record in caplog.records] == [f"{where}. (LS604)"]
 
 
-def test_after_the_launcher_was_away_everybody_has_time_to_answer() -> None:
-    launch = Launch()
+def test_after_the_launcher_was_away_everybody_has_time_to_answer(launch: Launch) -> None:
     launch.pass_time(5)
     launch.answers = dict.fromkeys(range(4), None)
     launch.pass_time(4)
@@ -183,9 +181,8 @@ def test_after_the_launcher_was_away_everybody_has_time_to_answer() -> None:
     assert not launch.killed
 
 
-def test_a_worker_whose_main_thread_is_not_seen_is_not_ended_and_lets_nobody_be_ended() -> None:
+def test_a_worker_whose_main_thread_is_not_seen_is_not_ended_and_lets_nobody_be_ended(launch: Launch) -> None:
     # It counted as one that does not wait: it was ended although it waited for another, or nobody was.
-    launch = Launch()
     launch.answers = {0: (None, 0), 1: (None, 0), 2: (False, 0), 3: None}
     launch.pass_time(3 * SECONDS)
     assert not launch.killed

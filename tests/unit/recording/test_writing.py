@@ -23,8 +23,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "worker-0.rec"
 
 
-def test_an_event_is_read_as_it_was_written(path: Path) -> None:
-    recorder = WorkerRecorder()
+@pytest.fixture
+def recorder() -> WorkerRecorder:
+    return WorkerRecorder()
+
+
+def test_an_event_is_read_as_it_was_written(path: Path, recorder: WorkerRecorder) -> None:
     recorder.open(path, header(rank=1))
     recorder.set_step(7)
     before = time.monotonic_ns()
@@ -39,8 +43,7 @@ def test_an_event_is_read_as_it_was_written(path: Path) -> None:
     assert (found.header.rank, found.header.host, found.header.world_size) == (1, "här", 2)
 
 
-def test_a_recorder_that_is_not_open_writes_no_file(path: Path) -> None:
-    recorder = WorkerRecorder()
+def test_a_recorder_that_is_not_open_writes_no_file(path: Path, recorder: WorkerRecorder) -> None:
     recorder.end(recorder.begin(EventKind.SHARD, 1, 2, recorder.text("x")))
     with recorder.during(EventKind.SAVING):
         recorder.mark(EventKind.PHASE, 1, 0, 0)
@@ -54,8 +57,7 @@ def test_a_recorder_that_is_not_open_writes_no_file(path: Path) -> None:
     assert read_file(path).header.ended_ns > 0
 
 
-def test_moments_of_events_are_known_with_and_without_a_file(path: Path) -> None:
-    recorder = WorkerRecorder()
+def test_moments_of_events_are_known_with_and_without_a_file(path: Path, recorder: WorkerRecorder) -> None:
     in_memory = recorder.begin(EventKind.SHARD, 0, 0, 0)
     assert recorder.moments(in_memory)[1] == 0  # under way
     recorder.end(in_memory)
@@ -71,8 +73,7 @@ def test_moments_of_events_are_known_with_and_without_a_file(path: Path) -> None
     assert recorder.moments(in_file) == (0, 0)  # newer events have replaced it
 
 
-def test_new_events_replace_the_oldest(path: Path) -> None:
-    recorder = WorkerRecorder()
+def test_new_events_replace_the_oldest(path: Path, recorder: WorkerRecorder) -> None:
     recorder.open(path, header(capacity=16))
     old = recorder.begin(EventKind.LOADING, 0, 0, 0)
     for index in range(40):
@@ -83,8 +84,7 @@ def test_new_events_replace_the_oldest(path: Path) -> None:
     assert (table["begin"] == table["end"]).all()
 
 
-def test_torn_events_are_left_out(path: Path) -> None:
-    recorder = WorkerRecorder()
+def test_torn_events_are_left_out(path: Path, recorder: WorkerRecorder) -> None:
     recorder.open(path, header())
     for index in range(3):
         recorder.mark(EventKind.SHARD, index, 0, 0)
@@ -96,8 +96,7 @@ def test_torn_events_are_left_out(path: Path) -> None:
     assert list(found.table["index"]) == [0, 0, 2]
 
 
-def test_a_reader_beside_a_writer_sees_whole_events_only(path: Path) -> None:
-    recorder = WorkerRecorder()
+def test_a_reader_beside_a_writer_sees_whole_events_only(path: Path, recorder: WorkerRecorder) -> None:
     recorder.open(path, header(capacity=64))
     is_over = threading.Event()
 
@@ -142,8 +141,7 @@ def test_a_recording_outlives_a_killed_process(path: Path) -> None:
     assert found.header.start_ticks != start_ticks(found.header.pid)
 
 
-def test_texts_end_where_their_space_does(path: Path) -> None:
-    recorder = WorkerRecorder()
+def test_texts_end_where_their_space_does(path: Path, recorder: WorkerRecorder) -> None:
     recorder.open(path, header())
     places = [recorder.text(f"{index:04d}" + "x" * 1000) for index in range(TEXT_BYTES // 400 + 1)]
     assert places[-1] == 0
@@ -162,8 +160,7 @@ def test_other_files_are_no_recordings(path: Path, damage: bytes) -> None:
     assert read_recording(path.parent) == []
 
 
-def test_a_file_of_another_version_is_refused(path: Path) -> None:
-    recorder = WorkerRecorder()
+def test_a_file_of_another_version_is_refused(path: Path, recorder: WorkerRecorder) -> None:
     recorder.open(path, header())
     data = bytearray(path.read_bytes())
     data[8] = 99

@@ -62,8 +62,12 @@ def forward(layer: nn.Module, recorder: Recorder, num_samples: int = 0) -> Tenso
     return output.sum()
 
 
-def test_a_backward_begins_at_its_marked_output_and_ends_once() -> None:
-    recorder = Recorder()
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+def test_a_backward_begins_at_its_marked_output_and_ends_once(recorder: Recorder) -> None:
     layer = layer_of(recorder)
     (forward(layer, recorder, 3) + forward(layer, recorder, 4)).backward()
     assert recorder.said == ["begin SYNCHRONIZING", "", "complete 7"]
@@ -72,15 +76,13 @@ def test_a_backward_begins_at_its_marked_output_and_ends_once() -> None:
     assert recorder.said[-1] == "complete 0", "of one forward they are not known"
 
 
-def test_an_unmarked_backward_begins_with_its_first_gradient() -> None:
-    recorder = Recorder()
+def test_an_unmarked_backward_begins_with_its_first_gradient(recorder: Recorder) -> None:
     layer_of(recorder)(torch.ones(1, 2)).sum().backward()
     assert recorder.said == ["begin SYNCHRONIZING", "gradient, waits True", "complete 0"]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_without_synchronising_a_backward_only_accumulates(where: str) -> None:
-    recorder = Recorder()
+def test_without_synchronising_a_backward_only_accumulates(where: str, recorder: Recorder) -> None:
     layer = layer_of(recorder)
     recorder.watch.synchronizes = where != "forward"
     loss = forward(layer, recorder)
@@ -92,8 +94,7 @@ def test_without_synchronising_a_backward_only_accumulates(where: str) -> None:
     assert alone.said[0] == "begin ACCUMULATING"
 
 
-def test_a_backward_through_both_kinds_of_forwards_synchronises() -> None:
-    recorder = Recorder()
+def test_a_backward_through_both_kinds_of_forwards_synchronises(recorder: Recorder) -> None:
     layer = layer_of(recorder)
     outside = forward(layer, recorder)
     recorder.watch.synchronizes = False
@@ -107,8 +108,7 @@ def test_a_backward_through_both_kinds_of_forwards_synchronises() -> None:
     )
 
 
-def test_a_forced_backward_synchronises_once() -> None:
-    recorder = Recorder()
+def test_a_forced_backward_synchronises_once(recorder: Recorder) -> None:
     layer = layer_of(recorder)
     recorder.watch.synchronizes = False
     recorder.watch.force_next()
@@ -117,8 +117,7 @@ def test_a_forced_backward_synchronises_once() -> None:
     assert [said for said in recorder.said if said.startswith("begin")] == ["begin SYNCHRONIZING", "begin ACCUMULATING"]
 
 
-def test_synchronising_once_ends_when_the_listener_says_so() -> None:
-    recorder = Recorder()
+def test_synchronising_once_ends_when_the_listener_says_so(recorder: Recorder) -> None:
     layer = layer_of(recorder)
     recorder.watch.synchronizes = False
     recorder.watch.stop_synchronizing()
@@ -141,8 +140,7 @@ class Checkpointed(nn.Module):
         return output
 
 
-def test_an_inner_graph_task_ends_no_backward() -> None:
-    recorder = Recorder()
+def test_an_inner_graph_task_ends_no_backward(recorder: Recorder) -> None:
     model = Checkpointed()
     watched(model, recorder)
     for _ in range(2):
@@ -151,8 +149,7 @@ def test_an_inner_graph_task_ends_no_backward() -> None:
     assert recorder.said == once * 2  # in the second backward too: the first has shown that it must wait
 
 
-def test_a_model_without_inner_tasks_waits_in_its_first_backward_only() -> None:
-    recorder = Recorder()
+def test_a_model_without_inner_tasks_waits_in_its_first_backward_only(recorder: Recorder) -> None:
     layer = layer_of(recorder)
     waited = []
     layer.weight.register_post_accumulate_grad_hook(lambda _: waited.append(recorder.watch.waits_for_end))
@@ -171,8 +168,9 @@ def failing(_gradient: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("synchronizes", "last"), [(True, "complete failed"), (False, "forget")])
-def test_an_interrupted_backward_is_ended_by_the_next_forward(synchronizes: bool, last: str) -> None:
-    recorder = Recorder()
+def test_an_interrupted_backward_is_ended_by_the_next_forward(
+    synchronizes: bool, last: str, recorder: Recorder
+) -> None:
     recorder.watch.synchronizes = synchronizes
     layer = layer_of(recorder)
     handle = layer.weight.register_hook(failing)
@@ -189,8 +187,7 @@ def test_an_interrupted_backward_is_ended_by_the_next_forward(synchronizes: bool
     assert [said for said in recorder.said if said][1] == ("complete 0" if synchronizes else "forget")
 
 
-def test_an_interrupted_backward_is_ended_by_the_next_backward() -> None:
-    recorder = Recorder()
+def test_an_interrupted_backward_is_ended_by_the_next_backward(recorder: Recorder) -> None:
     layer = layer_of(recorder)
     first, second = forward(layer, recorder), forward(layer, recorder)
     handle = layer.weight.register_hook(failing)
@@ -201,16 +198,14 @@ def test_an_interrupted_backward_is_ended_by_the_next_backward() -> None:
     assert recorder.said == ["begin SYNCHRONIZING", "complete failed", "begin SYNCHRONIZING", "", "complete 0"]
 
 
-def test_a_backward_under_way_is_not_interrupted() -> None:
-    recorder = Recorder()
+def test_a_backward_under_way_is_not_interrupted(recorder: Recorder) -> None:
     layer = layer_of(recorder)
     layer.weight.register_hook(lambda _: recorder.watch.finish_interrupted(recorder))
     forward(layer, recorder).backward()
     assert recorder.said == ["begin SYNCHRONIZING", "", "complete 0"]
 
 
-def test_gradients_that_are_only_computed_are_noted() -> None:
-    recorder = Recorder()
+def test_gradients_that_are_only_computed_are_noted(recorder: Recorder) -> None:
     layer = layer_of(recorder)
 
     def ask(_gradient: Tensor) -> None:
@@ -224,24 +219,21 @@ def test_gradients_that_are_only_computed_are_noted() -> None:
     assert not recorder.watch.has_local_gradients
 
 
-def test_a_reduction_may_begin_without_a_backward() -> None:
-    recorder = Recorder()
+def test_a_reduction_may_begin_without_a_backward(recorder: Recorder) -> None:
     recorder.watch.begin_without_backward(recorder)
     assert recorder.watch.phase is Phase.SYNCHRONIZING
     recorder.watch.end()
     assert recorder.said == ["begin SYNCHRONIZING"]
 
 
-def test_a_phase_has_no_other_transitions_than_those_of_its_table() -> None:
-    recorder = Recorder()
+def test_a_phase_has_no_other_transitions_than_those_of_its_table(recorder: Recorder) -> None:
     recorder.watch.begin_without_backward(recorder)
     with pytest.raises(AssertionError, match="SYNCHRONIZING -> "):
         recorder.watch._change_phase(Phase.SYNCHRONIZING)
 
 
-def test_two_threads_begin_one_graph_task_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_begin_one_graph_task_once(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None:
     # The engine has a thread per device, and gradients of one backward may arrive in both at once.
-    recorder = Recorder()
     both_are_in = threading.Barrier(2)
     begin: Callable[[Phase], None] = recorder.begin
 

@@ -78,7 +78,7 @@ def answering(store: Store, *workers: Announcement, **options: Any) -> Iterator[
     outcomes: list[Outcome] = []
     with ThreadPoolExecutor(len(workers)) as pool:
         for me in workers:
-            pool.submit(lambda me=me: outcomes.append(answer(store, me, **options)))
+            pool.submit(lambda me: outcomes.append(answer(store, me, **options)), me)
         yield outcomes
 
 
@@ -112,6 +112,11 @@ Call = Callable[..., list[Outcome]]
 
 
 @pytest.fixture
+def store() -> HashStore:
+    return HashStore()
+
+
+@pytest.fixture
 def call() -> Call:
     def call_all(store: Store, workers: Sequence[Announcement], **options: Any) -> list[Outcome]:
         with ThreadPoolExecutor(len(workers)) as pool:
@@ -133,13 +138,11 @@ def assert_all_meet_later(outcomes: list[Outcome]) -> None:
     assert outcomes[0] > 0
 
 
-def test_each_group_over_a_store_gets_a_generation_of_its_own(call: Call) -> None:
-    store = HashStore()
+def test_each_group_over_a_store_gets_a_generation_of_its_own(call: Call, store: HashStore) -> None:
     assert [call(store, world(*range(size))) for size in (2, 2, 5, 1)] == [[0] * 2, [1] * 2, [2] * 5, [3]]
 
 
-def test_new_processes_meet_in_a_store_that_outlived_the_old_ones(call: Call) -> None:
-    store = HashStore()
+def test_new_processes_meet_in_a_store_that_outlived_the_old_ones(call: Call, store: HashStore) -> None:
     call(store, world(0, 1, life=" of the first start"))
     assert call(store, world(0, 1, life=" of the second")) == [1, 1]
     assert call(store, world(0, 1, 2, life=" of the third")) == [2, 2, 2]
@@ -185,8 +188,7 @@ def test_the_first_whose_time_is_up_ends_it_for_all() -> None:
     assert_all_raise(outcomes, "Rank 2 did not connect")
 
 
-def test_what_keeps_one_worker_away_is_told_to_all() -> None:
-    store = HashStore()
+def test_what_keeps_one_worker_away_is_told_to_all(store: HashStore) -> None:
     with answering(store, worker(0), worker(2)) as outcomes:
         outcomes.append(answer(store, worker(1), problem="Rank 1 has no nccl."))
     assert outcomes == ["Rank 1 has no nccl."] * 3
@@ -197,31 +199,27 @@ def test_a_worker_that_cannot_take_part_does_not_wait_for_the_others() -> None:
     assert answer(HashStore(), worker(1), problem="Rank 1 has no nccl.") == "Rank 1 has no nccl."
 
 
-def test_a_difference_between_workers_says_more_than_that_one_cannot_take_part() -> None:
-    store = HashStore()
+def test_a_difference_between_workers_says_more_than_that_one_cannot_take_part(store: HashStore) -> None:
     with answering(store, worker(1, 2, "nccl"), problem="None here.") as outcomes:
         outcomes.append(answer(store, worker(0, 2)))
     assert_all_raise(outcomes, "'nccl'", "'gloo'")
 
 
-def test_a_late_worker_hears_of_the_mistake() -> None:
-    store = HashStore()
+def test_a_late_worker_hears_of_the_mistake(store: HashStore) -> None:
     with answering(store, worker(0), worker(1, backend="nccl")) as outcomes:
         store.wait(["lockstep/0/handshake/decision"], LONG)  # the two now wait for the third to hear it
         outcomes.append(answer(store, worker(2)))
     assert_all_raise(outcomes, "different backends")
 
 
-def test_after_a_failure_the_workers_can_meet(call: Call) -> None:
-    store = HashStore()
+def test_after_a_failure_the_workers_can_meet(call: Call, store: HashStore) -> None:
     assert_all_raise(call(store, world(0, 1, 1)), "Two workers")
     assert call(store, world(0, 1, 2)) == [1, 1, 1]
 
 
 @pytest.mark.usefixtures("short_wait")
-def test_a_second_worker_is_told_from_a_dead_one(call: Call) -> None:
+def test_a_second_worker_is_told_from_a_dead_one(call: Call, store: HashStore) -> None:
     # torchrun's agent kills the workers that wait and starts all again, over the same store.
-    store = HashStore()
     kill_while_waiting(store, worker(0, process="the killed"))
     assert_all_meet_later(call(store, world(0, 1, 2)))
 
@@ -235,20 +233,17 @@ def test_a_world_is_not_complete_with_a_dead_worker(call: Call, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("short_wait")
-def test_what_the_dead_were_told_does_not_count(call: Call) -> None:
-    store = HashStore()
+def test_what_the_dead_were_told_does_not_count(call: Call, store: HashStore) -> None:
     kill_while_waiting(store, worker(0, world_size=7, process="the killed"))
     assert_all_meet_later(call(store, world(0, 1)))
 
 
-def test_a_worker_that_was_interrupted_can_come_again(call: Call) -> None:
-    store = HashStore()
+def test_a_worker_that_was_interrupted_can_come_again(call: Call, store: HashStore) -> None:
     kill_while_waiting(store, worker(0))
     assert call(store, [worker(0), worker(1), worker(2)]) == [0, 0, 0]
 
 
-def test_a_stranger_is_sent_away_from_a_complete_world(call: Call) -> None:
-    store = HashStore()
+def test_a_stranger_is_sent_away_from_a_complete_world(call: Call, store: HashStore) -> None:
     hosted = {"hosted_at": "there:29500"}
     call(store, world(0, 1), **hosted)
     assert_all_raise(
@@ -283,8 +278,7 @@ def test_a_store_that_is_lost_is_named() -> None:
     assert_all_raise(outcomes, "Rank 1 lost the store at there:29500, which rank 0 serves")
 
 
-def test_a_second_rank_0_is_named_to_all_of_its_world() -> None:
-    store = HashStore()
+def test_a_second_rank_0_is_named_to_all_of_its_world(store: HashStore) -> None:
     with (
         answering(store, worker(0), worker(1)) as outcomes,
         pytest.raises(GroupError, match="Two workers have rank 0 of 3") as raised,
@@ -293,8 +287,7 @@ def test_a_second_rank_0_is_named_to_all_of_its_world() -> None:
     assert_all_raise([*outcomes, str(raised.value)])
 
 
-def test_another_training_is_left_alone() -> None:
-    store = HashStore()
+def test_another_training_is_left_alone(store: HashStore) -> None:
     stranger = worker(0, world_size=8, process="another")
     with answering(store, worker(0), worker(1)) as outcomes:
         assert report_duplicate_rank(store, stranger) == "process 0"
@@ -325,10 +318,9 @@ def test_what_a_worker_has_written_is_read() -> None:
 @pytest.mark.parametrize("garbage", GARBAGE)
 @pytest.mark.parametrize("key", ["lockstep/0/handshake/first", "lockstep/0/handshake/place/0", "lockstep/decided"])
 def test_garbage_under_a_key_of_the_handshake_is_named(
-    key: str, garbage: str | bytes, monkeypatch: pytest.MonkeyPatch
+    key: str, garbage: str | bytes, monkeypatch: pytest.MonkeyPatch, store: HashStore
 ) -> None:
     # A raw ValueError or TypeError ended the run, and named no key.
-    store = HashStore()
     store.set(key, garbage)
     if garbage == "" and key != "lockstep/decided":
         pytest.skip("an empty value is that of a key that is not set")
@@ -338,8 +330,7 @@ def test_garbage_under_a_key_of_the_handshake_is_named(
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_garbage_instead_of_a_host_or_a_decision_is_named(garbage: str | bytes) -> None:
-    store = HashStore()
+def test_garbage_instead_of_a_host_or_a_decision_is_named(garbage: str | bytes, store: HashStore) -> None:
     store.set("host/1", garbage)
     with pytest.raises(GroupError, match="under the key 'host/1'"):
         find_hosts(store, 0, GroupMembers(global_ranks=range(2)), Deadline.after(TIMEOUT))
