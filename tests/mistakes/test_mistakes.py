@@ -1,4 +1,6 @@
-"""A few mistakes, and a few scripts without one, on two real processes. `python -m tests.mistakes` runs all of them."""
+"""Some mistakes, and some scripts without one, on two real processes. `python -m tests.mistakes` runs all of them."""
+
+import re
 
 import pytest
 import torch
@@ -13,31 +15,55 @@ def outcome_of(name: str, backend: str) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"),
+    ("name", "backend", "said"),
     [
-        ("gradients_of_autograd_grad_are_assigned", "gloo"),
-        ("one_rank_stops_early", "gloo"),
-        ("one_rank_has_fewer_batches_and_then_averages_a_metric", "shm"),
-        ("set_epoch_is_forgotten", "shm"),
-        ("rank_0_alone_averages_the_loss_for_its_log", "shm"),
-        ("one_rank_unfreezes_the_backbone_earlier", "gloo"),
-        ("a_layer_is_made_in_the_first_forward", "shm"),
-        ("gradients_are_compressed_on_one_rank", "shm"),
-        ("the_head_is_outside_of_the_wrapper", "gloo"),
-        ("models_are_wrapped_in_the_order_of_a_set", "gloo"),
-        ("models_of_equal_values_are_wrapped_in_the_order_of_a_set", "shm"),
-        ("set_epoch_gets_the_same_number_again", "shm"),
-        ("a_broken_batch_of_a_loader_is_left_out", "gloo"),
-        ("data_are_in_another_order_on_each_rank", "shm"),
-        ("a_checkpoint_without_the_prefix_is_loaded_loosely", "shm"),
-        ("a_lookahead_of_one_rank_moves_the_weights_back", "shm"),
-        ("lbfgs_decides_by_the_local_loss", "gloo"),
+        ("gradients_of_autograd_grad_are_assigned", "gloo", "these gradients are not averaged"),
+        ("gradients_come_from_torch_func", "shm", "these gradients are not averaged"),
+        ("averaged_weights_stay_after_evaluation_on_rank_0", "shm", "swapped in"),
+        ("seeds_differ_and_init_sync_is_off", "shm", "init_sync=False"),
+        ("optimizer_state_is_loaded_on_rank_0", "shm", "state of their optimizers differs.*exp_avg"),
+        ("a_plateau_scheduler_reads_the_local_loss", "shm", "ranks 1 and 0 differ: lr is.*the mean over the ranks"),
+        ("gradients_are_clipped_on_rank_0_only", "shm", "The gradients with which rank 1 stepped"),
+        ("zero_grad_is_called_on_rank_0_only", "shm", r"added to the gradients of an earlier step.*zero_grad\(\)"),
+        ("a_batch_without_memory_is_skipped", "shm", ""),
+        ("a_batch_without_positives_has_a_constant_loss", "shm", ""),
+        ("two_losses_are_backed_in_random_order", "shm", "runs the backward of wrapped model"),
+        ("a_gradient_is_not_finite_on_one_rank", "shm", 'LossError: In backward .* was not finite.*nonfinite="skip"'),
+        ("optimizers_step_inside_backward", "shm", "An optimizer stepped inside a backward"),
+        ("samplers_shuffle_by_unlike_seeds", "shm", "The DistributedSamplers of ranks 1 and 0 differ: seed is 1 and 0"),
+        ("every_rank_trains_on_all_data", "shm", "all 2 ranks computed the same gradients.*DistributedSampler"),
+        (
+            "ranks_accumulate_different_numbers_of_micro_batches",
+            "shm",
+            r"rank \d trained on \d+ samples in \d+ backwards",
+        ),
+        ("set_epoch_is_forgotten_with_the_sampler_of_torch", "shm", "its epoch is still 0"),
+        ("the_sampler_is_for_four_ranks", "shm", "made for 4 replicas.*2 ranks"),
+        ("one_rank_stops_early", "gloo", ""),
+        ("one_rank_has_fewer_batches_and_then_averages_a_metric", "shm", ""),
+        ("set_epoch_is_forgotten", "shm", ""),
+        ("rank_0_alone_averages_the_loss_for_its_log", "shm", ""),
+        ("one_rank_unfreezes_the_backbone_earlier", "gloo", ""),
+        ("a_layer_is_made_in_the_first_forward", "shm", ""),
+        ("gradients_are_compressed_on_one_rank", "shm", ""),
+        ("the_head_is_outside_of_the_wrapper", "gloo", ""),
+        ("models_are_wrapped_in_the_order_of_a_set", "gloo", ""),
+        ("models_of_equal_values_are_wrapped_in_the_order_of_a_set", "shm", ""),
+        ("set_epoch_gets_the_same_number_again", "shm", ""),
+        ("a_broken_batch_of_a_loader_is_left_out", "gloo", ""),
+        ("data_are_in_another_order_on_each_rank", "shm", ""),
+        ("a_checkpoint_without_the_prefix_is_loaded_loosely", "shm", ""),
+        ("a_lookahead_of_one_rank_moves_the_weights_back", "shm", ""),
+        ("lbfgs_decides_by_the_local_loss", "gloo", ""),
     ],
 )
-def test_every_rank_is_told_of_a_mistake(name: str, backend: str) -> None:
+def test_every_rank_is_told_of_a_mistake(name: str, backend: str, said: str) -> None:
     outcome = outcome_of(name, backend)
     assert outcome.verdict == Verdict.TOLD, outcome
     assert outcome.seconds < LIMIT_SECONDS
+    for report in outcome.reports:
+        texts = [f"{message.kind}: {message.text}" for message in report.messages]
+        assert not said or any(re.search(said, text, re.DOTALL) for text in texts), outcome
 
 
 @pytest.mark.parametrize(
@@ -54,6 +80,16 @@ def test_every_rank_is_told_of_a_mistake(name: str, backend: str) -> None:
         ("rank_0_evaluates_alone", "gloo"),
         ("a_critic_with_spectral_norm_is_frozen_for_the_generator", "shm"),
         ("an_encoder_follows_with_momentum_and_a_queue", "gloo"),
+        ("freezing_and_unfreezing", "shm"),
+        ("uneven_data_within_join", "shm"),
+        ("gradient_checkpointing", "shm"),
+        ("meta_learning_with_create_graph", "shm"),
+        ("packed_tokens_weighted_by_their_number", "shm"),
+        ("each_rank_logs_what_it_sees", "shm"),
+        ("rank_0_looks_at_the_gradients_of_inputs", "shm"),
+        ("epochs_with_sampler_and_evaluation_on_every_rank", "shm"),
+        ("two_wrapped_networks_have_one_optimizer_each_and_one_loss", "shm"),
+        ("two_samplers_with_two_views_of_each_sample", "shm"),
     ],
 )
 def test_a_script_is_right_without_a_warning(name: str, backend: str) -> None:

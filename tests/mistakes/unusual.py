@@ -1,6 +1,7 @@
 """Unusual scripts without a mistake: they must be right, and nothing may be reported."""
 
 import copy
+import gc
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.mistakes.script import (
     batch,
     batches,
     correct,
+    dataset,
     loss_of,
     net,
     sgd,
@@ -22,6 +24,7 @@ from tests.mistakes.script import (
 )
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.data import DataLoader, DistributedSampler
 
 
 @correct(SAME)
@@ -380,3 +383,21 @@ def two_wrapped_networks_have_one_optimizer_each_and_one_loss(rank: int, wrap: W
         for optimizer in optimizers:
             optimizer.step()
     return nn.ModuleList([encoder, head])
+
+
+@correct(SAME)
+def two_samplers_with_two_views_of_each_sample(rank: int, wrap: Wrap):
+    data = dataset(8)
+    samplers: list[Any] = [DistributedSampler(data, 2, rank, seed=1)]
+    if rank == 0:  # so the collector lists the samplers in another order on this rank
+        gc.collect()
+    samplers.append(DistributedSampler(data, 2, rank, seed=2))
+    model = wrap(net())
+    optimizer = sgd(model)
+    for epoch in range(3):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        for picked in zip(*(DataLoader(data, batch_size=2, sampler=sampler) for sampler in samplers), strict=True):
+            inputs, labels = (torch.cat(parts) for parts in zip(*picked, strict=True))
+            train(model, optimizer, iter([(torch.cat([inputs, inputs + 0.1]), labels.repeat(2))]))
+    return model
