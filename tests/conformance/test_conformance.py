@@ -1,13 +1,10 @@
 """A selection of PyTorch's own tests on "shm", small enough for every run; `torch_distributed` runs them all."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 from tests.conformance.served import TorchTests
 from tests.conformance.torch_distributed import Selection
-
-BACKEND = "shm"
 
 SELECTION = {
     "collectives": (
@@ -48,52 +45,30 @@ SELECTION = {
         "test_all_reduce_coalesced_full_group_max",
         "test_all_gather_coalesced_simple",
         "test_all_gather_coalesced_with_empty",
-        "test_DistributedDataParallelCPU",
         "test_DistributedDataParallelCPU_grad_is_view",
-        "test_DistributedDataParallel_requires_grad",
-        "test_accumulate_gradients_no_sync",
         "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
-        "test_grads_same_across_ranks_with_no_sync",
-        "test_static_graph_api_cpu",
-        "test_ddp_create_graph",
         "test_get_future",
     ),
-    "all_to_all": (
-        "test_all_to_all",
-        "test_all_to_all_complex",
-        "test_all_to_all_single_equal_split",
-        "test_all_to_all_single_unequal_split",
-    ),
 }
-CONDITIONS = {"all_to_all": "mpi"}
-"""The name that torch's skip conditions see, where it is not "gloo": they allow these to one backend only."""
 
 
 @pytest.fixture(scope="module")
-def torch_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, TorchTests]]:
-    """Torch's tests under the skip conditions of some backends."""
-    with ExitStack() as stack:
-        yield {
-            conditions: stack.enter_context(
-                TorchTests(
-                    Selection(
-                        backend=BACKEND,
-                        world_size=4,
-                        conditions=(conditions,),
-                        patterns=(),
-                        jobs=1,
-                        timeout_seconds=120,
-                        start="fork",
-                    ),
-                    conditions,
-                    tmp_path_factory.mktemp(conditions),
-                )
-            )
-            for conditions in ("gloo", "mpi")
-        }
+def torch_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchTests]:
+    """Torch's tests under Gloo's skip conditions."""
+    selection = Selection(
+        backend="shm",
+        world_size=4,
+        conditions=("gloo",),
+        patterns=(),
+        jobs=1,
+        timeout_seconds=120,
+        start="fork",
+    )
+    with TorchTests(selection, "gloo", tmp_path_factory.mktemp("gloo")) as tests:
+        yield tests
 
 
 @pytest.mark.parametrize(("kind", "test"), [(kind, test) for kind, tests in SELECTION.items() for test in tests])
-def test_what_torch_asks_of_a_backend_holds(kind: str, test: str, torch_tests: dict[str, TorchTests]) -> None:
-    outcome = torch_tests[CONDITIONS.get(kind, "gloo")].run(test)
+def test_what_torch_asks_of_a_backend_holds(kind: str, test: str, torch_tests: TorchTests) -> None:
+    outcome = torch_tests.run(test)
     assert outcome.status == "passed", f"{outcome.reason}\n{outcome.log}"

@@ -14,15 +14,11 @@ from tests.conformance.torch_distributed import Selection
 SELECTION = (
     # End to end: the same weights as one process that sees the whole batch, saved and loaded on the way.
     "test_DistributedDataParallel",
-    "test_DistributedDataParallelCPU",
     "test_DistributedDataParallelCPU_grad_is_view",
     "test_DistributedDataParallel_requires_grad",
     "test_DistributedDataParallel_with_amp_and_grad_is_view",
-    "test_ddp_create_graph",
     # no_sync
-    "test_accumulate_gradients_no_sync",
     "test_accumulate_gradients_no_sync_grad_is_view",
-    "test_accumulate_gradients_no_sync_allreduce_hook",
     "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
     "test_grads_same_across_ranks_with_no_sync",
     # Parameters without a gradient, and outputs without a part in the loss
@@ -37,7 +33,6 @@ SELECTION = (
     "test_ddp_new_tensor_in_fwd_static_graph",
     "test_static_graph_multi_forward",
     # Communication hooks
-    "test_ddp_hook_parity_allreduce",
     "test_ddp_hook_parity_powerSGD",
     "test_post_localSGD_optimizer_step_reload",
     # join
@@ -77,8 +72,6 @@ SELECTION = (
     "test_ddp_remove_autograd_hooks",
     "test_ddp_sink_noclone",
     "test_stateless_api_with_ddp",
-    # The sampler
-    "test_DistributedSampler_padding",
 )
 
 

@@ -5,6 +5,7 @@ Each test runs one scenario on two ranks. `tests/mistakes` has the scripts in wh
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -304,15 +305,16 @@ def train_with_a_nan(rank: int, kind: str, backend: str, nonfinite: Any) -> Tens
 
 
 def one_nan_in_a_large_gradient_is_an_error_on_all_ranks(rank: int) -> Claims:
-    kinds = ("plain", "infinite", "added in place", "in one of many", "in double precision")
-    kinds += ("under a communication hook", "in a bucket that is sent late")
+    kinds = (
+        *("plain", "infinite", "added in place", "in one of many", "in double precision"),
+        *("under a communication hook", "in a bucket that is sent late"),
+    )
     for backend in BACKENDS:
         for kind in kinds:
-            said = (
-                f"In backward 3 the gradient of {30 if kind == 'in one of many' else 1}.weight on rank 1 was not finite"
-            )
-            found = error_of(lambda kind=kind, backend=backend: train_with_a_nan(rank, kind, backend, "stop"))
-            yield f"{kind} on {backend}", found_in(found, f"LossError: {said}"), f"LossError: {said}"
+            layer = 30 if kind == "in one of many" else 1
+            said = f"LossError: In backward 3 the gradient of {layer}.weight on rank 1 was not finite"
+            found = error_of(partial(train_with_a_nan, rank, kind, backend, "stop"))
+            yield f"{kind} on {backend}", found_in(found, said), said
             left_out = train_with_a_nan(rank, kind, backend, "skip")
             yield f"{kind} on {backend}, left out", are_equal_and_finite(left_out), True
 
@@ -368,7 +370,7 @@ def broadcasts_on_a_group_of_torch(rank: Rank) -> list[str]:
     outcomes = []
     for first, second in (((3, 4), (3, 4)), ((3,), (4,)), ((2,) * 90, ((2,) * 89 + (1,)))):
         named = floats(*(first if run.rank == 0 else second)).items()
-        outcomes.append(error_of(lambda named=named: broadcast_tensors(named, dist.group.WORLD)))
+        outcomes.append(error_of(partial(broadcast_tensors, named, dist.group.WORLD)))
     return outcomes
 
 

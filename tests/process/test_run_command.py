@@ -246,7 +246,7 @@ def work(rank, world_size):
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
 
 if __name__ == "__main__":
-    mp.spawn(work, args=(2,), nprocs=2)
+    mp.start_processes(work, args=(2,), nprocs=2, start_method="fork")
 """
 
 

@@ -179,8 +179,11 @@ def call_until_lost(
     return first, again, second
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("prepare", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize(
+    ("prepare", "size"),
+    [(call, 3) for call in CALLS] + [(all_reduce, 2), (send, 2)],
+    ids=lambda each: getattr(each, "__name__", each),
+)
 def test_every_survivor_learns_in_time_which_rank_was_killed(
     prepare: Callable[[Rank, int, Any], QueuedWork], size: int, tmp_path: Path
 ) -> None:
@@ -283,10 +286,9 @@ def wait_in_vain(rank: Rank) -> tuple[float, GroupError]:
     return time.monotonic() - began, caught.value
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_that_does_not_come_is_named_in_time_and_gets_an_error_when_it_comes(size: int, tmp_path: Path) -> None:
-    with Ranks(tmp_path, size, wait_in_vain) as ranks:
-        late = size - 1
+def test_a_rank_that_does_not_come_is_named_in_time_and_gets_an_error_when_it_comes(tmp_path: Path) -> None:
+    with Ranks(tmp_path, 3, wait_in_vain) as ranks:
+        late = 2
         waited = [ranks.result(number) for number in range(late)]
         ranks.say(late)
         seconds, error = ranks.result(late)

@@ -46,7 +46,7 @@ def test_an_infinite_loop_on_one_rank_is_named_with_its_line(
 ) -> None:
     # The group of torch's makes no calls that are recorded: there the wrapper's own events tell who is behind.
     (tmp_path / "script.py").write_text(SCRIPT.format(setup=setup))
-    job = warm.Popen(
+    job = warm.PopenWithScripts(
         [str(Path(sys.executable).with_name("lockstep")), "run", "--workers", "2", "script.py"],
         cwd=tmp_path,
         env={**os.environ, "LOCKSTEP_STALL_SECONDS": "1", "LOCKSTEP_RECORDING": kept},
