@@ -244,14 +244,14 @@ def disturb(folder: Path, problems: list[BaseException]) -> None:
 @pytest.mark.timeout(200)
 def test_workers_join_and_leave_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It evaluates, saves, and steps a scheduler between the steps at which they do so."""
-    overrides = ("epochs=40", "save_every=8", "loader_workers=1", "scheduler_args.milestones=[15, 30, 35]")
+    overrides = ("epochs=40", "save_every=8", "scheduler_args.milestones=[15, 30, 35]")
     whole = train_here(tmp_path / "whole", *overrides)
     problems: list[BaseException] = []
     thread = threading.Thread(target=disturb, args=(tmp_path, problems))
     monkeypatch.setenv("PACE", "1")
     thread.start()
     try:
-        found = train(tmp_path, 2, "", "respawn=true", *overrides)
+        found = train(tmp_path, 2, "", "respawn=true", "loader_workers=1", *overrides)
     finally:
         (tmp_path / "enough").touch()
         thread.join()

@@ -250,16 +250,16 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_that_spawns_its_processes_itself_is_refused_where_it_was_started_several_times(
-    tmp_path: Path, marker: str
-) -> None:
-    # It waited for half an hour: each copy's processes look for a rendezvous on a port that nobody serves.
-    write(tmp_path, NESTED)
-    found = run(tmp_path, "--workers", "2", "--devices", "cpu", "script.py", marker)
-    assert found.returncode == 1
-    assert "the script starts its own workers" in found.stderr
-    assert "Start the script once, with `python script.py` or with --workers 1" in found.stderr
-    assert not bearing(marker)
+@pytest.fixture(scope="module", autouse=True)
+def nested(tmp_path_factory: pytest.TempPathFactory) -> Iterator["subprocess.Popen[str]"]:
+    """Start a script in two copies, of which each starts two processes; they look for a rendezvous for 8 s."""
+    folder = tmp_path_factory.mktemp("nested")
+    write(folder, NESTED)
+    command = [*COMMAND, "--workers", "2", "--devices", "cpu", "script.py", "marked-nested"]
+    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
 
 
 def test_a_single_worker_is_as_by_hand(tmp_path: Path) -> None:
@@ -556,3 +556,14 @@ def test_a_mistake_is_one_message(
     assert found.exit_code == 2
     assert expected in " ".join(found.stderr.replace("│", "").split())
     assert "Traceback" not in found.stderr
+
+
+def test_a_script_that_spawns_its_processes_itself_is_refused_where_it_was_started_several_times(
+    nested: "subprocess.Popen[str]",
+) -> None:
+    # It waited for half an hour: each copy's processes look for a rendezvous on a port that nobody serves.
+    _, err = nested.communicate(timeout=100)
+    assert nested.returncode == 1
+    assert "the script starts its own workers" in err
+    assert "Start the script once, with `python script.py` or with --workers 1" in err
+    assert not bearing("marked-nested")

@@ -32,36 +32,33 @@ LOOP = r"script\.py:[789] in users_function"
 """Where the loop is; on a busy machine the line before it may take longer than the stall time."""
 
 
-@pytest.mark.parametrize(
-    ("setup", "kept"),
-    [
-        ("parallel.init_process_group()", "on"),
-        ("dist.init_process_group('gloo')", "on"),
-        ("parallel.init_process_group()", "off"),
-    ],
-    ids=["our group", "a group of torch's", "nothing kept"],
-)
-def test_an_infinite_loop_on_one_rank_is_named_with_its_line(
-    tmp_path: Path, setup: str, kept: str, request: pytest.FixtureRequest
-) -> None:
+def test_an_infinite_loop_on_one_rank_is_named_with_its_line(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     # The group of torch's makes no calls that are recorded: there the wrapper's own events tell who is behind.
-    (tmp_path / "script.py").write_text(SCRIPT.format(setup=setup))
-    job = warm.PopenWithScripts(
-        [str(Path(sys.executable).with_name("lockstep")), "run", "--workers", "2", "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "LOCKSTEP_STALL_SECONDS": "1", "LOCKSTEP_RECORDING": kept},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    request.addfinalizer(job.wait)
-    request.addfinalizer(job.kill)
-    assert job.stderr is not None
-    said = read_until(job.stderr.readline, "in users_function")
-    assert "The job stands still. Rank 1 (process " in said
-    assert re.search(LOOP, said)
-    assert "Rank 0: " in said
-    job.stderr.close()
+    jobs = []
+    for name, setup, kept in (
+        ("our group", "parallel.init_process_group()", "on"),
+        ("a group of torch's", "dist.init_process_group('gloo')", "on"),
+        ("nothing kept", "parallel.init_process_group()", "off"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "script.py").write_text(SCRIPT.format(setup=setup))
+        job = warm.PopenWithScripts(
+            [str(Path(sys.executable).with_name("lockstep")), "run", "--workers", "2", "script.py"],
+            cwd=tmp_path / name,
+            env={**os.environ, "LOCKSTEP_STALL_SECONDS": "1", "LOCKSTEP_RECORDING": kept},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        request.addfinalizer(job.wait)
+        request.addfinalizer(job.kill)
+        jobs.append(job)
+    for job in jobs:
+        said = read_until(job.stderr.readline, "in users_function")
+        assert "The job stands still. Rank 1 (process " in said
+        assert re.search(LOOP, said)
+        assert "Rank 0: " in said
+        job.stderr.close()
 
 
 @pytest.mark.root
