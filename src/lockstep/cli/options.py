@@ -17,7 +17,7 @@ from lockstep.launch.launcher import LaunchSettings, call_on_workers
 from lockstep.runs.opening import NEWEST, SavedRun, search_path
 
 _RESUME = "--resume"
-_WITH_VALUE = frozenset({"--allow", "--overfit"})
+_WITH_VALUE = frozenset({"--allow", "--devices", "--overfit", "--workers"})
 """Other options whose value is the next argument."""
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _CONFIG = re.compile(r".*\.ya?ml", re.IGNORECASE)

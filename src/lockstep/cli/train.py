@@ -22,7 +22,7 @@ from rich.table import Table
 from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.cli.failures import RESUME_EXIT
 from lockstep.cli.main import FORCE, command, table_console
-from lockstep.cli.options import CONFIG, VALUES, ResumingCommand, find_config
+from lockstep.cli.options import CONFIG, DEVICES, VALUES, WORKERS, ResumingCommand, find_config
 from lockstep.devices import Placement, place_workers
 from lockstep.devices.choose import CPU
 from lockstep.errors import CheckpointError, UsageError, WorkerFailedError, clause, counted
@@ -43,7 +43,7 @@ from lockstep.report.metrics_file import MetricsFile, Succession, read_metrics, 
 from lockstep.report.progress import PlainLines, ProgressBar
 from lockstep.report.trackers import Following, check_trackers, make_trackers
 from lockstep.runs.changes import check_names
-from lockstep.runs.config import Config, read_config
+from lockstep.runs.config import Config, placement_overrides, read_config
 from lockstep.runs.directory import METRICS_NAME, REPORT_NAME, discard_unused
 from lockstep.runs.listing import FitResult, StopResult, forget_ending, write_ending
 from lockstep.runs.opening import OpenedRun, OpenRequest, open_run, with_recorded_shards
@@ -80,6 +80,8 @@ def train(
         int | None,
         typer.Option(metavar="BATCHES", min=1, help="Train and evaluate on the first BATCHES batches alone."),
     ] = None,
+    workers: WORKERS = None,
+    devices: DEVICES = None,
     force: FORCE = False,
 ) -> None:
     """Train the model of a config file.
@@ -90,6 +92,9 @@ def train(
     with ExitStack() as held:
         config_path = find_config(given)
         config = read_config(config_path, overrides or [])
+        if placed := placement_overrides(config.model_dump(), workers, devices):
+            overrides = [*(overrides or []), *placed]
+            config = read_config(config_path, overrides)
         if dry_run and resume is not None:
             raise UsageError("--dry-run tries a run from its beginning. Leave --resume out. (LS813)")
         if overfit is not None:

@@ -18,6 +18,7 @@ try:
         Field,
         StringConstraints,
         ValidationError,
+        ValidationInfo,
         field_validator,
         model_validator,
     )
@@ -87,10 +88,11 @@ class Config(BaseModel):
     """Import path of the data: called with `data_args`, returns `(train, test)`, test may be None; or them by name."""
     data_args: Kwargs = {}
     loss: ImportPath = "torch.nn.functional:cross_entropy"
-    """Import path of the loss: a function of (output, target), or a class whose instances are such functions."""
+    """Import path of the loss: a function of (output, target), or a class whose instances are such functions; or a name
+    of torch's, such as mse."""
     loss_args: Kwargs = {}
     optimizer: ImportPath = "torch.optim:AdamW"
-    """Import path of the optimizer: called with the parameters and `optimizer_args`."""
+    """Import path of the optimizer: called with the parameters and `optimizer_args`; or a name of torch's: sgd."""
     optimizer_args: Kwargs = {}
     param_groups: dict[str, Kwargs] = {}
     """Options of the optimizer by patterns of parameter names."""
@@ -202,6 +204,11 @@ class Config(BaseModel):
     """Whether checkpoints are written in the background, from a copy of the state, while the training continues."""
     on_save_error: Literal["stop", "warn"] = "stop"
     """What happens if a checkpoint or a line of metrics cannot be written: stop the run, or warn."""
+
+    @field_validator("loss", "optimizer", "scheduler", mode="before")
+    @classmethod
+    def _find_torchs_name(cls, given: object, info: ValidationInfo) -> object:
+        return find_torchs_name(str(info.field_name), given) or given if isinstance(given, str) else given
 
     @field_validator("device_ids", mode="before")
     @classmethod
@@ -360,6 +367,17 @@ def parse_config(values: Mapping[str, Any], source: str) -> Config:
         ) from error
 
 
+def placement_overrides(values: Mapping[str, Any], workers: int | None, devices: str | None) -> list[str]:
+    """Return the overrides that `--workers` and `--devices` stand for; `values` are those of the config."""
+    if devices is not None:
+        return [f"device_ids={devices}", "workers=" + ("null" if workers is None else str(workers))]
+    if workers is None:
+        return []
+    given = values.get("device_ids", "auto")
+    counted_anew = [] if isinstance(given, list) else [f"device_ids={re.sub(r':[0-9]+', '', str(given), count=1)}"]
+    return [*counted_anew, f"workers={workers}"]
+
+
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Replace values of a config by `key=value` overrides, in place; `optimizer_args.lr=0.1` reaches into arguments."""
     for override in overrides:
@@ -463,19 +481,45 @@ _EXAMPLES: Mapping[str, str] = {
     "ema": "{decay: 0.999}",
     "swa": "{start_epoch: 5}",
 }
-_IMPORTED: Mapping[str, str] = {
-    "model": "", "data": "", "metric": "", "finish": "", "loss": "torch.nn", "optimizer": "torch.optim"
-}  # fmt: skip
-"""Keys of import paths, and the module of a name without one."""
+_IMPORTED = frozenset({"model", "data", "metric", "finish", "loss", "optimizer"})
+"""Keys of import paths alone."""
+TORCHS_NAMES: Mapping[str, Mapping[str, str]] = {
+    "optimizer": {
+        "torch.optim": "Adam AdamW SGD Adadelta Adafactor Adagrad Adamax ASGD LBFGS Muon NAdam RAdam RMSprop Rprop "
+        "SparseAdam"
+    },
+    "loss": {
+        "torch.nn": "CrossEntropyLoss BCELoss BCEWithLogitsLoss HingeEmbeddingLoss HuberLoss KLDivLoss L1Loss MSELoss "
+        "MultiLabelMarginLoss MultiLabelSoftMarginLoss MultiMarginLoss NLLLoss PoissonNLLLoss SmoothL1Loss "
+        "SoftMarginLoss",
+        "torch.nn.functional": "cross_entropy binary_cross_entropy binary_cross_entropy_with_logits",
+    },
+    "scheduler": {
+        "torch.optim.lr_scheduler": "StepLR MultiStepLR ExponentialLR CosineAnnealingLR CosineAnnealingWarmRestarts "
+        "OneCycleLR CyclicLR PolynomialLR ConstantLR LinearLR"
+    },
+}
+"""Names that stand for themselves without a module: of what is called as a config calls it, without functions."""
+_LEFT_OUT: Mapping[str, str] = {"loss": "loss", "scheduler": "lr"}
+"""With what torch's names end, which need not be written."""
+_IN_PARTS = (
+    " Its batches become one step of larger ones: multiply batch_size by it. To use as little memory as with it, set "
+    "accumulate to it too: that cuts a batch into so many more parts."
+)
 _OTHERS_WORDS: Mapping[str, str] = {
     **{name: f" Did you mean 'optimizer_args.{name}'?" for name in ("lr", "weight_decay", "momentum", "betas")},
     "learning_rate": " Did you mean 'optimizer_args.lr'?",
     "gpus": " Did you mean 'device_ids'?",
+    "num_workers": " Did you mean 'workers', the processes that train, or 'loader_workers', those that load data?",
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps", "accumulation_steps"), _IN_PARTS),
     "output_dir": " Did you mean 'run_dir'?",
     "amp": " Did you mean 'precision'?",
 }
 """What other tools call a key, and what newcomers therefore type."""
-_NAMES: Mapping[str, str] = {"scheduler": "constant, linear, cosine, plateau", "weights": "balanced"}
+_NAMES: Mapping[str, str] = {
+    "scheduler": "constant, linear, cosine, plateau, a name of torch's such as StepLR",
+    "weights": "balanced",
+}
 _GROUPS: Mapping[str, type[BaseModel]] = {
     "early_stopping": EarlyStoppingOptions,
     "ema": EMAOptions,
@@ -519,8 +563,11 @@ def explain_mistake(details: ErrorDetails, keys: Collection[str]) -> str:
             "their values, such as {lr: 0.01}."
         )
     if name in _NAMES:
-        return f"{name} is {details['input']!r}, expected {_NAMES[name]}, or an import path package.module:name."
+        expected = f"{_NAMES[name]}, or an import path package.module:name"
+        return f"{name} is {details['input']!r}, expected {expected}.{_hint(name, details['input'])}"
     expected = _EXPECTED.get(kind, "").format(**details.get("ctx", {})) or details["msg"]
+    if name in TORCHS_NAMES:
+        expected += f", or a name of torch's such as {next(iter(TORCHS_NAMES[name].values())).partition(' ')[0]}"
     given = "empty" if details["input"] is None else repr(details["input"])
     return f"{name} is {given}, expected {expected}.{_hint(name, details['input'])}"
 
@@ -529,11 +576,31 @@ def _hint(name: str, given: object) -> str:
     """Return what was probably meant by a value of the wrong form, as a sentence; empty if nothing is known."""
     if name in _EXAMPLES:
         return f" For example: {_EXAMPLES[name]}."
-    if not isinstance(given, str) or ":" in given or name not in _IMPORTED:
+    if not isinstance(given, str) or ":" in given or name not in {*_IMPORTED, *TORCHS_NAMES}:
         return ""
     module, _, attribute = given.rpartition(".")
-    module = module or _IMPORTED[name]
-    return f" Did you mean {f'{module}:{attribute}'!r}?" if module and attribute.isidentifier() else ""
+    if module and attribute.isidentifier():
+        return f" Did you mean {f'{module}:{attribute}'!r}?"
+    known = _torchs_names(name)
+    near = difflib.get_close_matches(_plain(given), known, n=1)
+    return f" Did you mean {known[near[0]].partition(':')[2]!r}?" if near else ""
+
+
+def find_torchs_name(key: str, given: str) -> str | None:
+    """Return the import path that a name of torch's stands for, whatever its case and underscores; None for others."""
+    if key == "scheduler" and given.casefold() in _NAMES[key].split(", "):
+        return given.casefold()
+    known, plain = _torchs_names(key), _plain(given)
+    return known.get(plain) or known.get(plain + _LEFT_OUT.get(key, ""))
+
+
+def _torchs_names(key: str) -> dict[str, str]:
+    modules = TORCHS_NAMES.get(key, {})
+    return {_plain(name): f"{module}:{name}" for module, names in modules.items() for name in names.split()}
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").casefold()
 
 
 def _suggest(name: str, known: Collection[str]) -> str:

@@ -33,7 +33,7 @@ from lockstep.checkpoint.step_files import (
 )
 from lockstep.errors import CheckpointError, ConfigError, LaterFormatError, RunDirectoryError, without_code
 from lockstep.runs.changes import Change, check_changes
-from lockstep.runs.config import Config, apply_overrides, parse_config
+from lockstep.runs.config import Config, apply_overrides, parse_config, placement_overrides
 from lockstep.runs.directory import (
     CONFIG_NAME,
     check_may_begin_again,
@@ -316,13 +316,7 @@ def find_saved_run(
             "Trainer.evaluate there. (LS715)"
         )
     changed = {**json.loads(json.dumps(values)), "on_worker_loss": "stop", "min_workers": 1}
-    if devices is not None:
-        changed |= {"device_ids": devices, "workers": None}
-    elif workers is not None and not isinstance(changed.get("device_ids"), list):
-        changed["device_ids"] = str(changed.get("device_ids", "auto")).partition(":")[0]
-    if workers is not None:
-        changed["workers"] = workers
-    apply_overrides(changed, overrides)
+    apply_overrides(changed, [*placement_overrides(changed, workers, devices), *overrides])
     epoch, step = manifest.get("epoch", 0), manifest.get("step", 0)
     return SavedRun(
         checkpoint=checkpoint,

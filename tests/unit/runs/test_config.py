@@ -1,10 +1,20 @@
+import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from ruamel.yaml import YAML
 
 from lockstep.errors import ConfigError
-from lockstep.runs.config import Config, parse_config, read_config
+from lockstep.runs.config import (
+    TORCHS_NAMES,
+    Config,
+    find_torchs_name,
+    parse_config,
+    placement_overrides,
+    read_config,
+)
 from lockstep.runs.importing import call_object, import_object
 
 MINIMAL = "model: some.module:Net\ndata: some.module:data\n"
@@ -78,7 +88,11 @@ def test_the_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
         (MINIMAL, ("model=some.module.Net",), "package.module:name"),
         (MINIMAL, ("model=mine.parts.Net",), "Did you mean 'mine.parts:Net'?"),
         (MINIMAL, ("optimizer=torch.optim.AdamW",), "Did you mean 'torch.optim:AdamW'?"),
-        (MINIMAL, ("optimizer=AdamW",), "Did you mean 'torch.optim:AdamW'?"),
+        (MINIMAL, ("optimizer=adamv",), "or a name of torch's such as Adam. Did you mean 'Adam'?"),
+        (MINIMAL, ("loss=crossentropyy",), "Did you mean 'cross_entropy'?"),
+        (MINIMAL, ("scheduler=steplrs",), "Did you mean 'StepLR'?"),
+        (MINIMAL, ("num_workers=3",), "Did you mean 'workers', the processes that train, or 'loader_workers'"),
+        (MINIMAL, ("accumulate_grad_batches=3",), "multiply batch_size by it"),
         (MINIMAL, ("lr=0.1",), "there is no key 'lr'. Did you mean 'optimizer_args.lr'?"),
         (MINIMAL, ("early_stopping=val_loss",), "For example: {metric: val_loss, patience: 3}."),
         (MINIMAL, ("model=3",), "model is 3, expected text"),
@@ -133,6 +147,58 @@ def test_a_new_run_has_as_many_shards_as_its_workers_share(
 ) -> None:
     config = read_config(write(tmp_path, MINIMAL), overrides).with_shards(num_workers, is_said=is_said)
     assert config.num_shards == num_shards
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "path"),
+    [
+        ("optimizer", "adam", "torch.optim:Adam"),
+        ("optimizer", "adam_w", "torch.optim:AdamW"),
+        ("loss", "cross_entropy", "torch.nn.functional:cross_entropy"),
+        ("loss", "CrossEntropyLoss", "torch.nn:CrossEntropyLoss"),
+        ("loss", "mse", "torch.nn:MSELoss"),
+        ("loss", "bce_with_logits", "torch.nn:BCEWithLogitsLoss"),
+        ("scheduler", "one_cycle", "torch.optim.lr_scheduler:OneCycleLR"),
+        ("scheduler", "Cosine", "cosine"),  # our own name comes first
+        ("scheduler", "linear_lr", "torch.optim.lr_scheduler:LinearLR"),
+        ("optimizer", "mine:adam", "mine:adam"),
+    ],
+)
+def test_a_name_of_torchs_stands_for_its_import_path(key: str, given: str, path: str, tmp_path: Path) -> None:
+    assert getattr(read_config(write(tmp_path, MINIMAL), [f"{key}={given}"]), key) == path
+
+
+def test_the_names_of_torchs_are_those_that_torch_has() -> None:
+    for key, modules in TORCHS_NAMES.items():
+        for module, names in modules.items():
+            assert [name for name in names.split() if not hasattr(importlib.import_module(module), name)] == []
+            assert all(find_torchs_name(key, name) == f"{module}:{name}" for name in names.split())
+    optimizers = {
+        each.__name__
+        for each in vars(torch.optim).values()
+        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)
+    }
+    assert optimizers - {"Optimizer"} <= set(TORCHS_NAMES["optimizer"]["torch.optim"].split())
+
+
+@pytest.mark.parametrize(
+    ("given", "workers", "devices", "expected"),
+    [
+        ("cpu:4", 2, None, ("cpu", 2)),
+        ("auto:3@20GiB", 2, None, ("auto@20GiB", 2)),
+        ("[0, 1]", 2, None, ([0, 1], 2)),
+        ("auto", None, "cpu:3", ("cpu:3", None)),
+        ("auto", 3, "cpu", ("cpu", 3)),
+        ("auto", None, "[0, 2]", ([0, 2], None)),
+    ],
+)
+def test_options_name_workers_and_devices_as_the_config_does(
+    given: str, workers: int | None, devices: str | None, expected: tuple[Any, Any], tmp_path: Path
+) -> None:
+    path = write(tmp_path, MINIMAL)
+    before = read_config(path, [f"device_ids={given}"]).model_dump()
+    config = read_config(path, [f"device_ids={given}", *placement_overrides(before, workers, devices)])
+    assert (config.device_ids, config.workers) == expected
 
 
 def test_a_run_does_not_start_with_fewer_workers_than_it_may_have_left(tmp_path: Path) -> None:
