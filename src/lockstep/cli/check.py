@@ -132,11 +132,14 @@ def try_script(path: Path, steps: int) -> Trial:
                 if has_ended or is_enough:
                     break
                 pause.wait(_LOOK_SECONDS)
-            code = job.poll()
+            if is_enough:
+                pause.wait(_LOOK_SECONDS)  # for what is said of the last of these steps
+            code, size = job.poll(), os.fstat(output.fileno()).st_size
         finally:
             _end(job)
         output.seek(0)
-        lines = [_RANK.sub("", line) for line in output.read().decode(errors="replace").splitlines()]
+        # What ranks say when they are ended, and the others are gone already, is not of the script.
+        lines = [_RANK.sub("", line) for line in output.read(size).decode(errors="replace").splitlines()]
     return Trial(tuple(dict.fromkeys(filter(_SAID.search, lines))), num_steps, code)
 
 

@@ -398,8 +398,12 @@ def _cleaning_up(run_dir: Path, stop: StopRequest, *, with_report: bool) -> Iter
         ending = "stopped" if stop.is_made else "finished"
     except KeyboardInterrupt as interruption:
         ending = "interrupted"
-        if found := find_checkpoints(run_dir):
-            interruption.add_note(f"To resume from {found[0]}, use --resume {run_dir}.")
+        found = find_checkpoints(run_dir)
+        interruption.add_note(
+            f"To resume from {found[0]}, use --resume {run_dir}."
+            if found
+            else "Nothing was saved: the first checkpoint is written after an epoch, or after save_every steps."
+        )
         raise
     except BaseException as error:
         ending, reason = "failed", str(error)

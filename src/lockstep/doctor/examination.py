@@ -165,7 +165,8 @@ def _with_stack(file: FileEvents, state: WorkerState) -> tuple[WorkerState, str]
 
 def _of_the_present(generations: Mapping[int, int], states: Sequence[WorkerState]) -> list[WorkerState]:
     """Leave out who was lost before the others continued, and new workers that wait to join: no step needs them."""
-    last = max((generations.get(state.pid, 0) for state in states if state.facts is not None), default=0)
+    runs = [generations.get(state.pid, 0) for state in states if state.facts is not None]
+    last = max(runs or generations.values(), default=0)  # of a job that has ended: the workers with which it did
     if not last:
         return list(states)
 

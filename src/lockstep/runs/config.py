@@ -103,7 +103,7 @@ class Config(BaseModel):
     scheduler_args: Kwargs = {}
     scheduler_interval: Literal["epoch", "step"] = "epoch"
     """How often the scheduler steps; one with a name steps per step, and plateau per evaluation."""
-    warmup: float = Field(default=0, ge=0)
+    warmup: float = Field(default=0.0, ge=0)
     """Steps in which the learning rate grows at first, or a part of the run; for a scheduler with a name, or none."""
     metric: ImportPath | None = None
     """Import path of a function of (output, target) that returns a sum and a count; None: accuracy, if it applies."""

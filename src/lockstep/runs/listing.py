@@ -67,9 +67,14 @@ def find_differences(runs: Sequence[ListedRun]) -> list[dict[str, Any]]:
     for run in runs:
         alike = [other for other in runs if _kind(other) == _kind(run)]
         keys = dict.fromkeys(key for other in alike for key in other.config)
-        varying = [key for key in keys if len({json.dumps(other.config.get(key)) for other in alike}) > 1]
+        varying = [key for key in keys if len({_comparable(other.config.get(key)) for other in alike}) > 1]
         found.append({key: run.config.get(key) for key in varying if key not in _NOT_COMPARED})
     return found
+
+
+def _comparable(value: Any) -> str:
+    """Return a config value as text; a default of 0 and a 0.0 that was read are the same."""
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def _kind(run: ListedRun) -> tuple[Any, Any]:

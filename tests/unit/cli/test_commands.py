@@ -35,6 +35,7 @@ from lockstep.doctor.examination import Examination
 from lockstep.doctor.report import print_examination
 from lockstep.errors import ConfigError, LossError, PeerFailedError, UsageError, WorkerFailedError, WorkerFailure
 from lockstep.launch.exits import describe_failures
+from lockstep.processes.stop_signals import StopRequest
 from lockstep.report import page
 from lockstep.report.metrics_file import MetricsFile
 from lockstep.report.page import run_data
@@ -270,6 +271,19 @@ def test_first_last_lowest_and_highest_are_shown(tmp_path: Path, capsys: pytest.
     assert row.split() == ["train", "loss", "1", "1", "0.25", "(epoch", "2)", "1", "(epoch", "1)"]
 
 
+def test_an_interruption_says_what_is_saved(tmp_path: Path) -> None:
+    for name, said in ((None, "Nothing was saved"), ("step-00000003.ckpt", f"use --resume {tmp_path}")):
+        (tmp_path / "metrics.jsonl").touch()  # else the directory is removed
+        if name is not None:
+            (tmp_path / name).touch()
+        with (
+            pytest.raises(KeyboardInterrupt) as caught,
+            train._cleaning_up(tmp_path, StopRequest(), with_report=False),
+        ):
+            raise KeyboardInterrupt
+        assert said in " ".join(caught.value.__notes__)
+
+
 def test_a_report_that_fails_is_told_of_and_fails_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,7 +318,10 @@ for rank in range(2):
     print(f"[rank {rank}] train.py:3: UserWarning: The ranks train on other numbers of samples.", file=sys.stderr)
 print("[rank 0] epoch 1", file=sys.stderr, flush=True)
 if sys.argv[1] == "goes on":
-    time.sleep(1000)
+    try:
+        time.sleep(1000)
+    except KeyboardInterrupt:
+        sys.exit("[rank 0] [rank0]: RuntimeError: Operation timed out!")  # the others were ended before it
 sys.exit("error: Worker 1 failed first")
 """
 """What `lockstep run` leaves of a script with the wrapper."""

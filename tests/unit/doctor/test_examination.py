@@ -152,3 +152,5 @@ def test_after_a_loss_the_doctor_looks_at_those_that_continue(tmp_path: Path) ->
             process.communicate()
     assert [worker.pid for worker in found.workers] == [started[0].pid]
     assert found.verdict.kind == "stalled"
+    # Once the job has ended, the lost one was named as the cause of its end, though it had ended well.
+    assert [worker.pid for worker in examine(tmp_path).workers] == [started[0].pid]

@@ -83,6 +83,7 @@ def test_only_what_differs_between_runs_of_a_model_is_listed_the_latest_first(tm
     runs: list[ListedRun] = list_runs([tmp_path])
     assert [run.path.name for run in runs] == ["b", "a"]
     assert "data_args" not in runs[0].config  # nothing is in it, and nothing differs where another run has something
+    runs[0].config["warmup"], runs[1].config["warmup"] = 0, 0.0  # a default, and what was read
     runs[0].config["report"] = False  # what a run shows is no difference
     assert find_differences(runs) == [{"optimizer_args.lr": 0.2}, {"optimizer_args.lr": 0.1}]
 
