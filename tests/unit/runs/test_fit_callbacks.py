@@ -142,7 +142,7 @@ def test_a_mean_gets_its_statistics_from_the_batches_of_the_training(tmp_path: P
         ({"callbacks": [{"calling:Note": {"wrod": 1}}]}, "callbacks could not be constructed"),
         ({"callbacks": ["calling:Nope"]}, "'calling' has no 'Nope'. Did you mean 'Note'?"),
         ({"early_stopping": {"metric": "dice"}}, "cannot be concluded from its name"),
-        ({"scheduler": "cosin"}, "scheduler is 'cosin', expected constant, linear, cosine, plateau, or an import path"),
+        ({"scheduler": "cosin"}, "scheduler is 'cosin', expected constant, linear, cosine, plateau, a name of"),
         ({"warmup": 99}, "warmup is 99.0, expected fewer steps than the run has (9)"),
         ({"warmup": 2, "scheduler": "torch.optim.lr_scheduler:StepLR"}, "warmup is for a scheduler that is constant"),
         ({"scheduler": "linear", "scheduler_args": {"end": 1}}, "scheduler is 'linear', which cannot be used"),
