@@ -10,6 +10,7 @@ import json
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,9 @@ def open_parts(folder: Path, job: Mapping[str, Any]) -> int:
 
 
 def remove_parts(folder: Path) -> None:
+    remove_stale_temp_files(folder)
     for path in folder.iterdir():
         if path.name == _JOB_NAME or _PART.fullmatch(path.name):
             path.unlink()
-    folder.rmdir()
+    with suppress(OSError):  # the table is written, and another's files are not ours to remove
+        folder.rmdir()

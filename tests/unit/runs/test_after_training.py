@@ -222,6 +222,20 @@ def test_predictions_continue_after_the_last_part(
     assert not (tmp_path / "parts").exists()
 
 
+def test_parts_are_removed_with_what_a_killed_write_left_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    open_parts(folder, {})
+    (folder / part_name(0, 3)).touch()
+    stale, other = folder / f".{part_name(3, 6)}.{'0' * 32}.tmp", folder / "notes.txt"
+    stale.touch()
+    other.touch()
+    remove_parts(folder)
+    assert list(folder.iterdir()) == [other]
+    other.unlink()
+    remove_parts(folder)
+    assert not folder.exists()
+
+
 def test_accumulated_shards_are_slices_of_a_prediction_too(run_dir: Any, tmp_path: Path) -> None:
     found = []
     for number, shards in enumerate((["num_shards=4"], ["num_shards=2", "accumulate=2"], ["num_shards=2"])):
