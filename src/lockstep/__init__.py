@@ -18,8 +18,10 @@ from lockstep.torch_private.compiler_import import use_optimizers_without_compil
 from lockstep.version import VERSION
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.interop.names import LoadedWeights
     from lockstep.checkpoint.interop.weights import load_weights
     from lockstep.comm import (
+        World,
         destroy_process_group,
         init_process_group,
         ordered_all_reduce,
@@ -27,11 +29,16 @@ if TYPE_CHECKING:
         ring_all_reduce,
         ring_hook,
     )
+    from lockstep.comm.one_rank import barrier, is_main, once_per_host
     from lockstep.data import DistributedSampler, ShardedBatch, ShardedLoader, Stream, balanced_weights
+    from lockstep.data.batch import Cursor
     from lockstep.engine import StepPlace, Trainer, accuracy
     from lockstep.engine.averaging import EMA, SWA
     from lockstep.engine.callbacks import Callback
+    from lockstep.engine.fingerprint import Fingerprint
+    from lockstep.engine.saving import LoadedState
     from lockstep.engine.schedules import ReduceLROnPlateau, make_schedule, parameter_groups
+    from lockstep.engine.step_table import StepResult
     from lockstep.engine.stopping import EarlyStopping, Freeze, MaxSteps, MaxTime
     from lockstep.errors import (
         CheckpointError,
@@ -44,9 +51,11 @@ if TYPE_CHECKING:
         LockstepError,
         LossError,
         ParameterMismatchError,
+        PeerFailedError,
         PeerLostError,
         ReductionError,
         RunDirectoryError,
+        UnusableStateError,
         UsageError,
         WorkerFailedError,
     )
@@ -62,6 +71,8 @@ if TYPE_CHECKING:
         data_parallel,
     )
     from lockstep.processes.reproducibility import seed_generators, set_deterministic
+    from lockstep.reduce import BucketLimits
+    from lockstep.report.trackers.callback import Track
 
 
 __version__ = VERSION
@@ -69,11 +80,13 @@ __version__ = VERSION
 __all__ = [
     "EMA",
     "SWA",
+    "BucketLimits",
     "Callback",
     "CheckpointError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "ConfigError",
+    "Cursor",
     "DataFileError",
     "DataParallel",
     "DataParallelCriterion",
@@ -82,14 +95,18 @@ __all__ = [
     "DistributedSampler",
     "EarlyStopping",
     "Elastic",
+    "Fingerprint",
     "Freeze",
     "GroupError",
+    "LoadedState",
+    "LoadedWeights",
     "LockstepError",
     "LossError",
     "MaxSteps",
     "MaxTime",
     "Mean",
     "ParameterMismatchError",
+    "PeerFailedError",
     "PeerLostError",
     "ReduceLROnPlateau",
     "ReductionError",
@@ -98,21 +115,28 @@ __all__ = [
     "ShardedBatch",
     "ShardedLoader",
     "StepPlace",
+    "StepResult",
     "Stream",
     "SyncBatchNorm",
+    "Track",
     "Trainer",
+    "UnusableStateError",
     "UsageError",
     "WorkerFailedError",
+    "World",
     "__version__",
     "accuracy",
     "balanced_weights",
+    "barrier",
     "data_parallel",
     "destroy_process_group",
     "init_process_group",
+    "is_main",
     "launch",
     "load_weights",
     "make_schedule",
     "mean_over_ranks",
+    "once_per_host",
     "ordered_all_reduce",
     "ordered_hook",
     "parameter_groups",
@@ -123,20 +147,26 @@ __all__ = [
 ]
 
 _PLACES = {
+    "lockstep.checkpoint.interop.names": "LoadedWeights",
     "lockstep.checkpoint.interop.weights": "load_weights",
     "lockstep.comm": (
-        "destroy_process_group init_process_group ordered_all_reduce ordered_hook ring_all_reduce ring_hook"
+        "World destroy_process_group init_process_group ordered_all_reduce ordered_hook ring_all_reduce ring_hook"
     ),
+    "lockstep.comm.one_rank": "barrier is_main once_per_host",
     "lockstep.data": "DistributedSampler ShardedBatch ShardedLoader Stream balanced_weights",
+    "lockstep.data.batch": "Cursor",
     "lockstep.engine": "StepPlace Trainer accuracy",
     "lockstep.engine.averaging": "EMA SWA",
     "lockstep.engine.callbacks": "Callback",
+    "lockstep.engine.fingerprint": "Fingerprint",
+    "lockstep.engine.saving": "LoadedState",
     "lockstep.engine.schedules": "ReduceLROnPlateau make_schedule parameter_groups",
+    "lockstep.engine.step_table": "StepResult",
     "lockstep.engine.stopping": "EarlyStopping Freeze MaxSteps MaxTime",
     "lockstep.errors": (
         "CheckpointError CollectiveMismatchError CollectiveTimeoutError ConfigError DataFileError DeviceError "
-        "GroupError LockstepError LossError ParameterMismatchError PeerLostError ReductionError "
-        "RunDirectoryError UsageError WorkerFailedError"
+        "GroupError LockstepError LossError ParameterMismatchError PeerFailedError PeerLostError "
+        "ReductionError RunDirectoryError UnusableStateError UsageError WorkerFailedError"
     ),
     "lockstep.launch.launcher": "launch",
     "lockstep.launch.messages": "Run",
@@ -144,6 +174,8 @@ _PLACES = {
     "lockstep.means": "Mean mean_over_ranks",
     "lockstep.parallel": "DataParallel DataParallelCriterion DistributedDataParallel SyncBatchNorm data_parallel",
     "lockstep.processes.reproducibility": "seed_generators set_deterministic",
+    "lockstep.reduce": "BucketLimits",
+    "lockstep.report.trackers.callback": "Track",
 }
 """The modules that have the names of `__all__`."""
 

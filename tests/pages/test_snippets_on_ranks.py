@@ -49,6 +49,7 @@ BEFORE = {
     ("from-torch.md", 4): NO_GROUP + "os.environ.update(SLURM_NTASKS='2', SLURM_PROCID=str(run.rank))\n",
     ("from-torch.md", 5): "path = 'weights.pt'\ntorch.save(model.state_dict(), path)\n",
     ("process-groups.md", 0): LAUNCHED,
+    ("process-groups.md", 1): "def download(name):\n    Path(f'{name}-{run.rank}').touch()\n",
     ("questions.md", 2): "import random\nimport numpy as np\n",
     ("testing.md", 0): "from lockstep.comm import World\n",
     ("testing.md", 1): "def step(model):\n    model.weight.square().sum().backward()\n",
@@ -88,6 +89,7 @@ AFTER = {
     ),
     ("from-torch.md", 3): "assert int(total[2]) == 2 * len(labels)\n",
     ("process-groups.md", 0): "assert dist.get_world_size() == 2\n",
+    ("process-groups.md", 1): "assert Path('data-0').exists() == ls.is_main()\n",
     ("testing.md", 0): "test_the_sum_is_that_of_all_ranks()\n",
     ("testing.md", 1): "test_the_step_does_not_wait_for_the_device()\n",
     ("trackers.md", 3): (

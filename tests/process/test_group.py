@@ -1,7 +1,9 @@
 """`ls.init_process_group`: every way in, and what is said when it does not work."""
 
 import os
+import signal
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -10,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.process.ranks import SERVER
+from tests.process.ranks import SERVER, call_on_ranks
 
 import lockstep as ls
-from lockstep.errors import GroupError
+from lockstep.errors import GroupError, PeerFailedError, PeerLostError
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
@@ -143,3 +145,51 @@ def test_a_timeout_of_nothing_is_refused(seconds: int) -> None:
     # Zero meant the default, half an hour.
     with pytest.raises(ValueError, match="expected more than zero"):
         ls.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=seconds))
+
+
+def prepare_once(run: ls.Run, folder: str) -> list[Any]:
+    """Ranks 0 and 1 are on one host, 2 on another; all are back when both calls have ended, or one has failed."""
+    socket.gethostname = lambda: "far" if run.rank == 2 else "near"
+    path = Path(folder)
+    seen: list[Any] = [ls.is_main()]
+
+    def prepare() -> None:
+        time.sleep(1.5)  # longer than the others' way here
+        (path / f"{run.rank}").touch()
+
+    ls.once_per_host(prepare)
+    seen.append(sorted(each.name for each in path.iterdir()))
+    ls.barrier()
+    try:
+        ls.once_per_host((path / "missing" / "file").read_text)
+    except (OSError, PeerFailedError) as error:
+        seen.append(type(error).__name__)
+    return seen
+
+
+def test_one_rank_of_each_host_prepares_and_all_learn_how_it_ended(tmp_path: Path) -> None:
+    answers = call_on_ranks(3, prepare_once, str(tmp_path))
+    assert [each[0] for each in answers] == [True, False, False]
+    assert [each[1] for each in answers] == [["0", "2"]] * 3
+    assert answers[0][2] == answers[2][2] == "FileNotFoundError"
+    assert "missing" not in {each.name for each in tmp_path.iterdir()}
+
+
+def end_in_the_call(rank: int, port: str, queue: Any) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert ls.is_main() == (rank == 0)  # before there is a group
+    try:
+        ls.once_per_host(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    except PeerLostError as error:
+        queue.put((error.rank, ls.is_main()))
+
+
+def test_a_rank_that_ends_in_its_call_is_told_to_those_who_wait() -> None:
+    queue, port = SERVER.Queue(), str(free_port())
+
+    processes = [SERVER.Process(target=end_in_the_call, args=(rank, port, queue)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    assert queue.get(timeout=50) == (0, False)
+    for process in processes:
+        process.join()
