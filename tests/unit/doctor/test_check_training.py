@@ -94,7 +94,6 @@ Edits = list[tuple[str, str]]
 
 MISTAKES: list[tuple[str, Edits]] = [
     ("set-epoch", [(SAMPLER, BATCHES), (SET, "")]),
-    ("set-epoch", [(SAMPLER, BATCHES), (SET, '        if hasattr(loader.sampler, "set_epoch"):\n            loader.sampler.set_epoch(epoch)\n')]),
     ("same-epoch", [(SET, "        sampler.set_epoch(0)\n")]),
     ("same-epoch", [(SET, "        sampler.set_epoch(start_epoch)\n")]),
     ("same-epoch", [(SET, ""), (LOOP, f"    sampler.set_epoch(start_epoch)\n{LOOP}")]),
@@ -140,10 +139,11 @@ RIGHT: list[Edits] = [
     [(SET, "        sampler.set_epoch(epoch + 17)\n")],
     [(SET, ""), (STEP, f"{STEP}        sampler.set_epoch(epoch + 1)\n"), (LOOP, f"    sampler.set_epoch(start_epoch)\n{LOOP}")],
     [(SET, ""), (STEP, f"{STEP}        sampler.set_epoch(epoch + 1)\n"), (LOOP, "    for epoch in range(3):\n")],
-    [(SET, "        if isinstance(sampler, DistributedSampler):\n            sampler.set_epoch(epoch)\n")],
+    [(SET, "        if isinstance(loader.sampler, DistributedSampler):\n            loader.sampler.set_epoch(epoch)\n")],
     [(SET, ""), (LOOP, f"    number = start_epoch\n{LOOP}        sampler.set_epoch(number)\n        number += 1\n")],
     [(LOOP, "    for epoch in range(3 - start_epoch):\n"), (SET, "        sampler.set_epoch(start_epoch + epoch)\n")],
     [(LOOP, f"    sampler.set_epoch(start_epoch)\n    for inputs, labels in loader:\n        model(inputs).mean().backward()\n        optimizer.step()\n{LOOP}")],
+    [(LOOP, f"    for _ in range(3):  # warm up\n        model(torch.ones(8, 4)).mean().backward()\n{LOOP}")],
     [(SEED, "torch.manual_seed(7)")],
     [(SEED, "torch.manual_seed(7)"), (LOSS, f"inputs = inputs + 0.1 * torch.randn(inputs.shape, generator=own)\n            {LOSS}"), (DATA, f"    own = torch.Generator().manual_seed(rank)\n{DATA}")],
     [(LOSS, f"inputs = inputs + 0.1 * torch.randn_like(inputs)\n            {LOSS}")],

@@ -2,8 +2,7 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from lockstep.doctor.scripts.findings import ScriptFinding, finding
@@ -20,14 +19,14 @@ from lockstep.doctor.scripts.source import (
     names_in,
     names_of,
     owner,
-    with_keyword,
     wrapped_names,
 )
 
-_AUGMENTING: Final = re.compile(r"transforms(\.v2)?\.(Random\w+|ColorJitter|AutoAugment|TrivialAugment\w*|AugMix)$")
+_MASKING: Final = re.compile(
+    r"[dD]ropout[123]?d?$|(^|\.)DropPath$"
+    r"|transforms(\.v2)?\.(Random\w+|ColorJitter|AutoAugment|TrivialAugment\w*|AugMix)$"
+)
 _SEEDING_ALL: Final = {"seed_everything", "set_seed", "seed_all"}
-_FAMILIES: Final = ("torch", "numpy", "random")
-"""The generators of a process that scripts draw from."""
 _SEEDING: Final = {
     "torch": re.compile(r"torch(\.random|\.cuda)?\.manual_seed(_all)?$"),
     "numpy": re.compile(r"numpy\.random\.seed$"),
@@ -35,10 +34,8 @@ _SEEDING: Final = {
 }
 _DRAWING: Final = {
     "torch": re.compile(
-        r"torch\.(rand|randn|randint|bernoulli|normal|multinomial|poisson)(_like)?$"
-        r"|torch\.nn\.(functional\.)?(alpha_|feature_alpha_)?dropout[123]?d?$|torch\.nn\.functional\.gumbel_softmax$"
-        r"|\.(normal|uniform|bernoulli|exponential|random)_$|(^|\.)DropPath$",
-        re.IGNORECASE,
+        r"torch\.(rand|randn|randint|bernoulli|normal|multinomial|poisson)(_like)?$|\.gumbel_softmax$"
+        rf"|\.(normal|uniform|bernoulli|exponential|random)_$|{_MASKING.pattern}"
     ),
     "numpy": re.compile(r"numpy\.random\.(rand|randn|randint|random|normal|uniform|beta|binomial|standard_normal)$"),
     "random": re.compile(r"random\.(random|randint|randrange|uniform|gauss|normalvariate|betavariate|choice)$"),
@@ -48,6 +45,11 @@ _PERMUTING: Final = {
     "numpy": re.compile(r"numpy\.random\.(permutation|shuffle)$|(^|\.)train_test_split$"),
     "random": re.compile(r"random\.(sample|shuffle)$"),
 }
+_SEEDED: Final = {
+    "torch": "generator = torch.Generator().manual_seed(0)",
+    "numpy": "generator = numpy.random.default_rng(0)",
+    "random": "generator = random.Random(0)",
+}
 _LOOKING: Final = {"DataLoader", "BatchSampler", "len", "print", "hasattr", "isinstance"}
 """Calls that do not tell a sampler its epoch."""
 _OF_A_SAMPLE: Final = re.compile(r"^__getitems?__$|^forward$|collate|augment|transform|^__call__$")
@@ -55,7 +57,7 @@ _OF_A_SAMPLE: Final = re.compile(r"^__getitems?__$|^forward$|collate|augment|tra
 _WORLD_SIZE: Final = re.compile(r"(^|_)(world_?size|n_?gpus?|num_?(gpus|ranks|replicas|processes))$", re.IGNORECASE)
 _TIMES: Final = re.compile(r"(^|\.)(now|today|utcnow|strftime|time|time_ns|ctime|uuid[14]|token_hex)$")
 _WRITING: Final = re.compile(r"^(makedirs|mkdir|save\w*|open|SummaryWriter|FileHandler|savefig|write_text)$")
-_UNFINISHED: Final = re.compile(r"start|resum|skip|first|restor|load|begin")
+_UNFINISHED: Final = re.compile(r"start|resum|skip|first|restor|begin")
 """In tests and ranges that tell a run which continues."""
 
 
@@ -63,39 +65,23 @@ _UNFINISHED: Final = re.compile(r"start|resum|skip|first|restor|load|begin")
 
 
 def _check_set_epoch(source: ScriptSource) -> Iterator[ScriptFinding]:
+    loop = _epoch_loop(source)
     calls = [
         call
         for call in source.calls
-        if last_name(call.func) == "set_epoch"
-        and (call.args or call.keywords)
-        and getattr(source.function_of(call), "name", "") != "set_epoch"
+        if last_name(call.func) == "set_epoch" and call.args and _function_name(source, call) != "set_epoch"
     ]
-    loop = _epoch_loop(source)
-    if loop is None:
+    samplers = _shuffling_samplers(source)
+    if loop is None or not (calls or samplers):
         return
-    for call in _shuffling_samplers(source):
-        names = names_of(source, call)
-        if not calls or all(_reaches_another(source, each, names) for each in calls):
-            name = next(iter(names), "loader.sampler")
-            mended = f"{name}.set_epoch({ast.unparse(loop.target)})  # first in the loop over epochs"
-            yield finding("set-epoch", loop, mended)
-            return
-    if calls and not any(_changes(source, call) for call in calls):
-        mended = f"{ast.unparse(calls[0].func)}({ast.unparse(loop.target)})"
-        yield finding("same-epoch", calls[0], mended)
-    elif calls:
+    if not calls:
+        name = next(iter(names_of(source, samplers[0])), "loader.sampler")
+        mended = f"{name}.set_epoch({ast.unparse(loop.target)})  # first in the loop over epochs"
+        yield finding("set-epoch", loop, mended)
+    elif any(_changes(source, call) for call in calls):
         yield from _check_resumed_epoch(source, loop, calls)
-
-
-def _reaches_another(source: ScriptSource, call: ast.Call, names: set[str]) -> bool:
-    """Return whether `loader.sampler` is told, of a loader that has one of `names` as its batch sampler."""
-    told = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    loaders: set[str] = set()
-    for each in source.calls:
-        given = keyword(each, "batch_sampler")
-        if given is not None and last_name(given) in names:
-            loaders |= names_of(source, each)
-    return isinstance(told, ast.Attribute) and told.attr == "sampler" and last_name(told.value) in loaders
+    else:
+        yield finding("same-epoch", calls[0], f"{ast.unparse(calls[0].func)}({ast.unparse(loop.target)})")
 
 
 def _values_given(source: ScriptSource, name: str) -> list[ast.expr]:
@@ -104,32 +90,24 @@ def _values_given(source: ScriptSource, name: str) -> list[ast.expr]:
 
 def _shuffling_samplers(source: ScriptSource) -> list[ast.Call]:
     """Return the calls that make a sampler whose order depends on the epoch that it is told."""
-    classes = [node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
-    told = {
-        node.name
-        for node in classes
-        if any(last_name(base) == "DistributedSampler" or "Sampler" in last_name(base) for base in node.bases)
-        and {"set_epoch", "__iter__"} & {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-        and (
-            any(last_name(base) == "DistributedSampler" for base in node.bases) or "def set_epoch" in ast.unparse(node)
+    kinds = {"DistributedSampler"}
+    for node in ast.walk(source.tree):
+        text = (
+            ast.unparse(node)
+            if isinstance(node, ast.ClassDef) and any("Sampler" in last_name(each) for each in node.bases)
+            else ""
         )
-        and not _counts_by_itself(node)
-    }
+        counts_by_itself = re.search(r"def __iter__(.|\n)*self\.\w*epoch \+?= ", text)
+        if re.search(r"def set_epoch|\bDistributedSampler\b", text) and not counts_by_itself:
+            kinds.add(getattr(node, "name", ""))
     return [
         call
         for call in source.calls
-        if source.is_call_of(call, "DistributedSampler", *told)
+        if source.is_call_of(call, *kinds)
         and not (isinstance(value := keyword(call, "shuffle"), ast.Constant) and value.value is False)
         and not has_unknown_arguments(call)
         and not _is_passed_on(source, call)
     ]
-
-
-def _counts_by_itself(node: ast.ClassDef) -> bool:
-    """Return whether a sampler's class goes on to another epoch without being told."""
-    methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__iter__"]
-    stores = [each for method in methods for each in ast.walk(method) if isinstance(each, ast.Attribute)]
-    return any(isinstance(each.ctx, ast.Store) and "epoch" in each.attr for each in stores)
 
 
 def _is_passed_on(source: ScriptSource, sampler: ast.Call) -> bool:
@@ -155,8 +133,7 @@ def _epoch_loop(source: ScriptSource) -> ast.For | None:
 
 def _changes(source: ScriptSource, call: ast.Call) -> bool:
     """Return whether the number that `set_epoch` is given may be another one in the next call."""
-    value = call.args[0] if call.args else call.keywords[0].value
-    function = source.function_of(call)
+    value, function = call.args[0], source.function_of(call)
     parameters = {each.arg for node in ast.walk(function) if isinstance(node, ast.arguments) for each in node.args}
     names = names_in(value)
     if names & parameters or any(isinstance(each, ast.Call) for each in ast.walk(value)):
@@ -166,7 +143,8 @@ def _changes(source: ScriptSource, call: ast.Call) -> bool:
             continue
         is_elsewhere = isinstance(node, ast.Attribute) and source.function_of(node) is not function
         is_in_loop = any(isinstance(each, ast.For | ast.While) for each in source.ancestors(node))
-        if last_name(node) in names and (is_in_loop or is_elsewhere):
+        is_start = _UNFINISHED.search(last_name(node))  # which a resume sets
+        if last_name(node) in names and (is_in_loop or (is_elsewhere and not is_start)):
             return True
     return False
 
@@ -187,10 +165,10 @@ def _check_resumed_epoch(source: ScriptSource, loop: ast.For, calls: list[ast.Ca
         return
     if before:
         return
-    for rest in ast.walk(function):  # what is left of the interrupted epoch
-        if not isinstance(rest, ast.For) or rest.lineno >= loop.lineno or not has_backward(rest):
-            continue
-        if not any(isinstance(each, ast.For) for each in source.ancestors(rest)):
+    loops = [each for each in ast.walk(function) if isinstance(each, ast.For) and has_backward(each)]
+    again = {name for each in loops if loop in source.ancestors(each) for name in names_in(each.iter)} - {"enumerate"}
+    for rest in loops:  # what is left of the interrupted epoch
+        if rest.lineno < loop.lineno and again & names_in(rest.iter):
             yield finding("resumed-epoch", rest, f"{name}(start_epoch)  # before this loop")
             return
     if len(arguments) < 2 or isinstance(arguments[0], ast.Constant):  # noqa: PLR2004 - where it begins, and ends
@@ -208,14 +186,10 @@ def _check_resumed_epoch(source: ScriptSource, loop: ast.For, calls: list[ast.Ca
 
 def _trains(source: ScriptSource, statement: ast.AST) -> bool:
     """Return whether a statement runs backwards, itself or in a function of this file."""
-    if has_backward(statement):
-        return True
     calls = [each for each in ast.walk(statement) if isinstance(each, ast.Call)]
     called = {last_name(each.func) for each in calls if isinstance(each.func, ast.Name) or owner(each) == "self"}
-    return any(
-        isinstance(node, ast.FunctionDef) and node.name in called and has_backward(node)
-        for node in ast.walk(source.tree)
-    )
+    functions = [each for each in ast.walk(source.tree) if isinstance(each, ast.FunctionDef) and each.name in called]
+    return any(map(has_backward, [statement, *functions]))
 
 
 # -- Random numbers ----------------------------------------------------------------------------------------------------
@@ -228,120 +202,91 @@ def uses_trainer(source: ScriptSource) -> bool:
 
 
 def _check_seeds(source: ScriptSource) -> Iterator[ScriptFinding]:
-    if uses_trainer(source):
-        return
     loading = {last_name(each) for each in _values_given(source, "worker_init_fn")}
-    has_workers = any(
-        not (isinstance(each, ast.Constant) and not each.value) for each in _values_given(source, "num_workers")
-    )
-    for family in _FAMILIES:
-        for call in source.calls:
-            if not _DRAWING[family].search(source.full_name(call.func)) and not (
-                family == "torch" and _AUGMENTING.search(source.full_name(call.func))
-            ):
-                continue
-            if not _is_drawn_anew(source, call):
-                continue
-            in_data = has_workers and re.search(r"__getitems?__|collate|transform", _function_name(source, call))
-            seeds = (
-                [each for each in _seeds(source, family) if _function_name(source, each) in loading] if in_data else []
+    has_workers = any(ast.unparse(each) != "0" for each in _values_given(source, "num_workers"))
+    for family, call in [] if uses_trainer(source) else _calls_of(source, _DRAWING):
+        if not _is_drawn_anew(source, call):
+            continue
+        seeds = _seeds(source, family)
+        own = [each for each in seeds if _function_name(source, each) in loading]
+        if has_workers and re.search(r"__getitems?__|collate|transform", _function_name(source, call)):
+            # Loading processes are seeded from torch's generator.
+            is_torchs = not own or any("initial_seed" in ast.unparse(each) for each in own)
+            seeds = _seeds(source, "torch") if is_torchs else own
+        else:
+            seeds = [each for each in seeds if each not in own]
+        if seeds and not any(_differs_between_ranks(source, each) for each in seeds):
+            mended = (
+                f"{ast.unparse(seeds[-1].func)}({ast.unparse(seeds[-1].args[0])} + rank)  # after the model is made"
             )
-            if any("initial_seed" in ast.unparse(each) for each in seeds) or (in_data and not seeds):
-                seeds = _seeds(source, "torch", without=loading)  # loading processes are seeded from it
-            elif not seeds:
-                seeds = _seeds(source, family, without=loading)
-            if seeds and not any(map(partial(_differs_between_ranks, source), seeds)):
-                given = seeds[-1].args[0] if seeds[-1].args else seeds[-1].keywords[0].value
-                mended = f"{ast.unparse(seeds[-1].func)}({ast.unparse(given)} + rank)  # after the model is made"
-                yield finding("one-seed", seeds[-1], mended, naming=str(call.lineno))
-                return
+            yield finding("one-seed", seeds[-1], mended, naming=str(call.lineno))
+            return
+
+
+def _calls_of(source: ScriptSource, patterns: Mapping[str, re.Pattern[str]]) -> Iterator[tuple[str, ast.Call]]:
+    """Yield the calls whose names match, each with the generator that it is of."""
+    for family, pattern in patterns.items():
+        yield from ((family, call) for call in source.calls if pattern.search(source.full_name(call.func)))
 
 
 def _function_name(source: ScriptSource, node: ast.AST) -> str:
     return getattr(source.function_of(node), "name", "")
 
 
-def _seeds(source: ScriptSource, family: str, *, without: Iterable[str] = ()) -> list[ast.Call]:
+def _seeds(source: ScriptSource, family: str) -> list[ast.Call]:
     """Return the calls that seed a generator of this process."""
     defined = {node.name for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef)}
-    return [
-        call
-        for call in source.calls
-        if (call.args or call.keywords)
-        and (_SEEDING[family].search(source.full_name(call.func)) or last_name(call.func) in _SEEDING_ALL - defined)
-        and _function_name(source, call) not in without
-    ]
+    given = [call for call in source.calls if call.args and last_name(call.func) in _SEEDING_ALL - defined]
+    return [*given, *(call for each, call in _calls_of(source, _SEEDING) if each == family and call.args)]
 
 
 def _differs_between_ranks(source: ScriptSource, seed: ast.Call) -> bool:
     """Return whether a seed is another one on each rank, or may be: in a function that other files call."""
-    function = source.function_of(seed)
+    function, name = source.function_of(seed), _function_name(source, seed)
     own = [each.arg for each in function.args.args] if isinstance(function, ast.FunctionDef) else []
-    name = _function_name(source, seed)
     is_for_loading = any(last_name(each) == name for each in _values_given(source, "worker_init_fn"))
-    for given in [*seed.args, *(each.value for each in seed.keywords)]:
-        for parameter in names_in(given) & set(own) if not is_for_loading else ():
-            calls = [call for call in source.calls if last_name(call.func) == name]
-            values = [argument(call, parameter, own.index(parameter)) for call in calls]
-            if not calls or any(each is not None and source.mentions_rank(each) for each in values):
-                return True
-        parts = [each for each in ast.walk(given) if isinstance(each, ast.expr) and last_name(each) not in own]
-        if any(source.mentions_rank(each) for each in parts if isinstance(each, ast.Name | ast.Attribute | ast.Call)):
+    for parameter in names_in(seed.args[0]) & set(own) if not is_for_loading else ():
+        calls = [call for call in source.calls if last_name(call.func) == name]
+        values = [argument(call, parameter, own.index(parameter)) for call in calls]
+        if not calls or any(each is not None and source.mentions_rank(each) for each in values):
             return True
-    return False
+    parts = [each for each in ast.walk(seed.args[0]) if isinstance(each, ast.Name | ast.Attribute | ast.Call)]
+    return any(source.mentions_rank(each) for each in parts if last_name(each) not in own)
 
 
 def _is_drawn_anew(source: ScriptSource, call: ast.Call) -> bool:
     """Return whether a call draws for each sample or batch, many numbers, from the generator of the process."""
-    name = source.full_name(call.func)
-    sizes = [each.value for each in call.args if isinstance(each, ast.Constant)]
-    if keyword(call, "generator") is not None or (name.endswith((".rand", ".randn")) and sizes == [1] * len(call.args)):
+    name, function = source.full_name(call.func), source.function_of(call)
+    given = list(map(ast.unparse, call.args))
+    if keyword(call, "generator") is not None or (name.endswith((".rand", ".randn")) and {*given} <= {"1"}):
         return False
-    if "ropout" in name.rpartition(".")[2] or name.endswith("DropPath") or _AUGMENTING.search(name):
-        return not (sizes and sizes[0] == 0)
+    if _MASKING.search(name):
+        return given[:1] not in (["0"], ["0.0"])
     if _OF_A_SAMPLE.search(_function_name(source, call)):
         return True
     if not name.startswith(("torch.", "?")) and keyword(call, "size") is None:
         return False  # one number for the batch: ranks may have agreed on it by their seed
-    function = _function_name(source, call)
-    calls = [call, *(each for each in source.calls if function and last_name(each.func) == function)]
-    loops = [each for one in calls for each in source.ancestors(one) if isinstance(each, ast.For | ast.While)]
-    return any(map(has_backward, loops))
+    callers = [each for each in source.calls if last_name(each.func) == getattr(function, "name", "-")]
+    loops = [
+        each for one in (call, *callers) for each in source.ancestors(one) if isinstance(each, ast.For | ast.While)
+    ]
+    return any(map(has_backward, loops)) or (bool(loops) and bool(callers) and has_backward(function))
 
 
 # -- Parts of the data -------------------------------------------------------------------------------------------------
 
 
 def _check_own_split(source: ScriptSource) -> Iterator[ScriptFinding]:
-    for family in _FAMILIES:
-        for call in source.calls:
-            if not _PERMUTING[family].search(source.full_name(call.func)) or _is_seeded_alike(source, call, family):
-                continue
-            last = last_name(call.func)
-            is_split = last in {"random_split", "train_test_split"}
-            names = {last_name(call.args[0])} if last == "shuffle" and call.args else names_of(source, call)
-            if (
-                (is_split or _is_cut(source, call, names))
-                and not _is_sent(source, names)
-                and not source.is_guarded(call)
-            ):
-                yield finding("own-split", call, _with_one_seed(call, family))
-
-
-def _is_seeded_alike(source: ScriptSource, call: ast.Call, family: str) -> bool:
-    if any(keyword(call, name) is not None for name in ("generator", "random_state")) or has_unknown_arguments(call):
-        return True
-    before = [each for each in _seeds(source, family) if each.lineno < call.lineno]
-    return bool(before) and not _differs_between_ranks(source, before[-1])
-
-
-def _with_one_seed(call: ast.Call, family: str) -> str:
-    if family == "torch":
-        return with_keyword(call, generator="torch.Generator().manual_seed(0)")
-    if last_name(call.func) == "train_test_split":
-        return with_keyword(call, random_state="0")
-    text = ast.unparse(call)
-    return text.replace("random.", "random.default_rng(0)." if family == "numpy" else "random.Random(0).", 1)
+    for family, call in _calls_of(source, _PERMUTING):
+        last, before = last_name(call.func), [each for each in _seeds(source, family) if each.lineno < call.lineno]
+        is_seeded = keyword(call, "generator") is not None or keyword(call, "random_state") is not None
+        if is_seeded or has_unknown_arguments(call) or source.is_guarded(call):
+            continue
+        if before and not _differs_between_ranks(source, before[-1]):
+            continue
+        names = {last_name(call.args[0])} if last == "shuffle" and call.args else names_of(source, call)
+        if (last.endswith("split") or _is_cut(source, call, names)) and not _is_sent(source, names):
+            yield finding("own-split", call, f"{_SEEDED[family]}  # on every rank, for {source.line(call)}")
 
 
 def _is_cut(source: ScriptSource, call: ast.Call, names: set[str]) -> bool:
@@ -369,24 +314,25 @@ def _is_sent(source: ScriptSource, names: set[str]) -> bool:
 def _check_sums(source: ScriptSource) -> Iterator[ScriptFinding]:
     """Look for gradients that the wrapper has averaged, and their norms, that are added up over the ranks again."""
     text = ast.unparse(source.tree)
-    if not wrapped_names(source) or re.search(r"no_sync|register_comm_hook|FullyShardedDataParallel|fully_shard", text):
+    if re.search(r"no_sync|register_comm_hook|FullyShardedDataParallel|fully_shard", text):
         return
     for call in source.calls:
         if not is_collective(source, call) or last_name(call.func) != "all_reduce" or has_group(call) or not call.args:
             continue
-        given, operation = call.args[0], argument(call, "op", 1)
-        if operation is not None and last_name(operation) != "SUM":
-            continue
-        sources = _flows_in(source, given)
-        if not any("grad" in names_in(each) or "clip_grad_norm_" in names_in(each) for each in sources):
-            continue
-        if _is_divided(source, given) or not _is_of_wrapped(source, call, sources):
-            continue
-        is_norm = any(
-            {"norm", "clip_grad_norm_", "pow", "square", "get_total_norm"} & names_in(each) or "**" in ast.unparse(each)
-            for each in sources
+        operation, parts = argument(call, "op", 1), _flows_in(source, call.args[0])
+        is_sum = operation is None or last_name(operation) == "SUM"
+        is_divided = re.search(
+            rf"{re.escape(ast.unparse(call.args[0]))} ?(/=?|\.div_?\() ?({_world_sizes(source)})", text
         )
-        yield finding("norm-summed" if is_norm else "gradients-summed", call, f"pass  # without {ast.unparse(call)}")
+        flows = " ".join(map(ast.unparse, parts))
+        if (
+            is_sum
+            and not is_divided
+            and re.search(r"\.grad\b|clip_grad", flows)
+            and _is_of_wrapped(source, call, flows)
+        ):
+            is_norm = re.search(r"norm|pow|square|\*\*", flows)
+            yield finding("norm-summed" if is_norm else "gradients-summed", call, f"pass  # no {ast.unparse(call)}")
 
 
 def _flows_in(source: ScriptSource, node: ast.expr, depth: int = 3) -> list[ast.expr]:
@@ -399,93 +345,44 @@ def _flows_in(source: ScriptSource, node: ast.expr, depth: int = 3) -> list[ast.
     return found
 
 
-def _is_divided(source: ScriptSource, node: ast.expr) -> bool:
-    """Return whether what an expression names is divided by the number of ranks somewhere."""
-    text = ast.unparse(node).removesuffix(".data")
-    for each in ast.walk(source.tree):
-        left = each.left if isinstance(each, ast.BinOp) else each.target if isinstance(each, ast.AugAssign) else None
-        right = each.right if isinstance(each, ast.BinOp) else each.value if isinstance(each, ast.AugAssign) else None
-        if isinstance(each, ast.Call) and last_name(each.func) in {"div", "div_", "true_divide"} and each.args:
-            left, right = getattr(each.func, "value", None), each.args[0]
-        elif not isinstance(getattr(each, "op", None), ast.Div):
-            continue
-        if (
-            left is not None
-            and right is not None
-            and ast.unparse(left).startswith(text)
-            and _is_world_size(source, right)
-        ):
-            return True
-    return False
-
-
-def _is_world_size(source: ScriptSource, node: ast.AST) -> bool:
-    """Return whether an expression is the number of ranks, or a product with it."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return _is_world_size(source, node.left) or _is_world_size(source, node.right)
-    if not isinstance(node, ast.expr):
-        return False
-    values = [node, *source.values_of(node)]
-    return any(
-        _WORLD_SIZE.search(last_name(each)) is not None
-        or re.search(r"get_world_size|['\"]WORLD_SIZE", ast.unparse(each)) is not None
-        for each in values
+def _world_sizes(source: ScriptSource) -> str:
+    """Return a pattern of what stands for the number of ranks in this file."""
+    named = [name for name, values in source.assigned.items() if "get_world_size" in " ".join(map(ast.unparse, values))]
+    return "|".join(
+        [
+            r"[\w.]*(?i:world_?size)\b",
+            r"[\w.]*\bnum_(?:gpus|ranks|replicas)\b",
+            *(rf"(?:self\.)?{each}\b" for each in named),
+        ]
     )
 
 
-def _is_of_wrapped(source: ScriptSource, call: ast.Call, sources: Iterable[ast.expr]) -> bool:
-    """Return whether the parameters whose gradients are meant are those of a model that is wrapped."""
-    wrapped = set(wrapped_names(source))
+def _is_of_wrapped(source: ScriptSource, call: ast.Call, flows: str) -> bool:
+    """Return whether the gradients that flow into a call are those of a model that is wrapped."""
+    function = source.function_of(call)
+    loops = [each.iter for each in ast.walk(function) if isinstance(each, ast.For | ast.comprehension)]
+    text = " ".join([flows, *(ast.unparse(value) for each in loops for value in (each, *source.values_of(each)))])
+    wrapped = wrapped_names(source)
     inner = {
-        last_name(made.args[0])
-        for calls in wrapped_names(source).values()
-        for made in calls
-        if isinstance(made, ast.Call) and made.args
+        last_name(argument)
+        for calls in wrapped.values()
+        for call in calls
+        for argument in getattr(call, "args", [])[:1]
     }
-    around = [each.iter for each in source.ancestors(call) if isinstance(each, ast.For)]
-    loops = [each.iter for each in ast.walk(source.function_of(call)) if isinstance(each, ast.For | ast.comprehension)]
-    for iterated in [*around, *sources, *loops]:
-        for each in (iterated, *source.values_of(iterated)):
-            for one in ast.walk(each):
-                if isinstance(one, ast.Call) and last_name(one.func) in {"parameters", "named_parameters"}:
-                    names = names_in(one) - {"parameters", "named_parameters", "self"}
-                    given = {other for name in names for other in given_for(source, source.function_of(one), name)}
-                    if given & (wrapped | inner | {"module"}):
-                        return True
-    return False
+    names = re.findall(r"(\w+)\.(?:named_)?parameters\(\)", text)
+    return any(given_for(source, function, each) & {*wrapped, *inner, "module"} for each in names) and bool(wrapped)
 
 
 def _check_divided_loss(source: ScriptSource) -> Iterator[ScriptFinding]:
     text = ast.unparse(source.tree)
-    by_hand = any(
-        is_collective(source, call) and call.args and "grad" in names_in(call.args[0]) for call in source.calls
-    )
-    if not wrapped_names(source) or by_hand or "register_comm_hook" in text:
+    if not wrapped_names(source) or re.search(r"register_comm_hook|all_reduce\([^)\n]*\.grad\b", text):
         return
+    divided = re.compile(rf" / (\(?[\w.]+ \* )?([\w.]*\.)?({_world_sizes(source)})")
     for call in source.calls:
-        if last_name(call.func) != "backward":
-            continue
         given = getattr(call.func, "value", call)
-        values = [
-            given,
-            *source.values_of(given),
-            *(call.args if last_name(given) in {"accelerator", "fabric"} else ()),
-        ]
-        for value in [part for each in values for part in ast.walk(each)]:
-            if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) and _is_world_size(source, value.right):
-                if not _has_factor(source, value.left):
-                    yield finding(
-                        "loss-divided", call, ast.unparse(call).replace(ast.unparse(value), ast.unparse(value.left))
-                    )
-                break
-
-
-def _has_factor(source: ScriptSource, node: ast.expr) -> bool:
-    """Return whether an expression, or what is assigned to its name, is multiplied by the number of ranks."""
-    parts = [each for value in (node, *source.values_of(node)) for each in ast.walk(value)]
-    products = [each for each in parts if isinstance(each, ast.BinOp)]
-    divisors = {id(each.right) for each in products if isinstance(each.op, ast.Div)}
-    return any(_is_world_size(source, each) for each in products if id(each) not in divisors)
+        texts = map(ast.unparse, (given, *source.values_of(given)))
+        if last_name(call.func) == "backward" and any(map(divided.search, texts)):
+            yield finding("loss-divided", call, "loss.backward()  # of the mean over this rank's samples, as it is")
 
 
 def _check_inner_module(source: ScriptSource) -> Iterator[ScriptFinding]:
@@ -506,41 +403,28 @@ def _check_inner_module(source: ScriptSource) -> Iterator[ScriptFinding]:
 
 
 def _check_own_folder(source: ScriptSource) -> Iterator[ScriptFinding]:
-    for call in source.calls:
-        if not _TIMES.search(source.full_name(call.func)) or source.is_guarded(call):
+    for name, values in source.assigned.items():
+        value = next((each for each in values if _is_time(source, each)), None)
+        if value is None or source.is_guarded(value):
             continue
-        statement = next((each for each in source.ancestors(call) if isinstance(each, ast.stmt)), None)
-        if not isinstance(statement, ast.Assign) or not _is_text(source, statement, call):
-            continue
-        names = {last_name(each) for each in statement.targets} - {""}
+        names = {name}
         for _ in range(2):
             names |= {
-                name for name, values in source.assigned.items() if any(names & names_in(value) for value in values)
+                other for other, parts in source.assigned.items() if any(names & names_in(each) for each in parts)
             }
-        values = [value for name in names for value in source.assigned.get(name, ())]
-        if _is_sent(source, names) or any(source.mentions_rank(each) for each in values):
-            continue
-        if any(
-            _WRITING.search(last_name(each.func)) and names & names_in(each) and not source.is_guarded(each)
-            for each in source.calls
-        ):
-            yield finding(
-                "own-folder", statement, f"{source.line(statement)}  # on rank 0, then dist.broadcast_object_list"
-            )
+        made_of = [each for other in names for each in source.assigned.get(other, ())]
+        writing = [each for each in source.calls if _WRITING.search(last_name(each.func)) and names & names_in(each)]
+        is_own = not any(source.mentions_rank(each) for each in made_of) and not _is_sent(source, names)
+        if is_own and not all(map(source.is_guarded, writing)):
+            yield finding("own-folder", value, f"{source.line(value)}  # on rank 0, then dist.broadcast_object_list")
 
 
-def _is_text(source: ScriptSource, statement: ast.Assign, call: ast.Call) -> bool:
-    """Return whether a time becomes a text, and is not one to measure with."""
-    if last_name(call.func) in {"strftime", "ctime", "token_hex"}:
-        return True
-    around = list(source.ancestors(call))
-    return any(
-        isinstance(each, ast.JoinedStr)
-        or (
-            isinstance(each, ast.Call)
-            and last_name(each.func) in {"str", "format", "join", "strftime", "isoformat", "Path"}
-        )
-        for each in around[: around.index(statement)]
+def _is_time(source: ScriptSource, value: ast.expr) -> bool:
+    """Return whether a text is made of the present time, or of what is another one in each process."""
+    names = [source.full_name(each.func) for each in ast.walk(value) if isinstance(each, ast.Call)]
+    text = ast.unparse(value)
+    return any(map(_TIMES.search, names)) and bool(
+        re.search(r"\bf['\"]|strftime|ctime|str\(|format\(|join\(|Path\(|token", text)
     )
 
 
