@@ -47,7 +47,7 @@ from lockstep.engine.step_table import CurrentStep, StepPart
 from lockstep.engine.user_function import EXPLAINED_ERRORS, StepPlace, UserFunction
 from lockstep.errors import GroupError, LossError
 from lockstep.means import Mean
-from lockstep.parallel.buffers import warn_of_missed_states
+from lockstep.processes.loaded_states import warn_of_missed_states
 from lockstep.processes.reproducibility import keep_generator_states, reseed_generators
 from lockstep.recording import NO_EVENT, EventKind, own_recorder
 from lockstep.reduce import ShardReducer, TrainedModel

@@ -30,7 +30,7 @@ from lockstep.engine.shard_runs import Loss
 from lockstep.engine.state_parts import Scheduler, Stateful
 from lockstep.engine.step_engine import StepEngine
 from lockstep.engine.step_table import StepResult
-from lockstep.parallel.buffers import warn_of_missed_states
+from lockstep.processes.loaded_states import warn_of_missed_states
 from lockstep.reduce import BucketLimits
 from lockstep.torch_private.compiler import compile_module
 

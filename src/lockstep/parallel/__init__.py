@@ -4,13 +4,9 @@ Invariants: a wrapped module has rank 0's parameters and buffers from constructi
 not under `no_sync`, each parameter's `.grad` is the mean over ranks, however the forward was called.
 """
 
-from lockstep.parallel.buffers import note_loaded_state
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.replicas.criterion import DataParallelCriterion
 from lockstep.parallel.replicas.data_parallel import DataParallel, data_parallel
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
-from lockstep.torch_private.modules import watch_loaded_states
 
 __all__ = ["DataParallel", "DataParallelCriterion", "DistributedDataParallel", "SyncBatchNorm", "data_parallel"]
-
-watch_loaded_states(note_loaded_state)

@@ -35,9 +35,9 @@ from lockstep.parallel.buffers import (
     broadcast_model,
     buffers_go_before_forward,
     send_no_buffers,
-    warn_of_missed_states,
 )
 from lockstep.parallel.comparison import ComparisonOptions, RankComparison
+from lockstep.processes.loaded_states import warn_of_missed_states
 from lockstep.reduce import (
     CommHook,
     HookReduction,

@@ -39,9 +39,10 @@ from lockstep.parallel.averaging import (
     check_hook,
     check_options,
 )
-from lockstep.parallel.buffers import broadcast_model, warn_of_missed_states
+from lockstep.parallel.buffers import broadcast_model
 from lockstep.parallel.comparison import ComparisonOptions, compare_at_start, number_model
 from lockstep.parallel.torch_names import Statistics, TorchNames, arguments_from_torch, describe_shared_arguments
+from lockstep.processes.loaded_states import warn_of_missed_states
 from lockstep.reduce import CommHook, ReducerOptions, TrainedModel, check_same_model
 from lockstep.torch_private.compiler_import import disable_compiler, disable_compiler_here
 from lockstep.torch_private.groups import root_mesh

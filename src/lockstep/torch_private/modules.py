@@ -1,7 +1,7 @@
 """What modules, optimizers and torch's own wrappers keep inside; storages, nested values, kernels of devices."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache, wraps
+from functools import cache
 from operator import attrgetter
 from typing import Any, Final
 
@@ -53,22 +53,6 @@ def remember_tensors(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """
     guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     return guards.check
-
-
-def watch_loaded_states(note: Callable[[nn.Module, Mapping[str, Any], Any], None]) -> None:
-    """Call `note` with module, state and the keys that did not fit after each `load_state_dict` of this process.
-
-    Torch has such a hook for one module alone, and a model may be loaded before anything of ours has seen it.
-    """
-    load: Any = nn.Module.load_state_dict
-
-    @wraps(load)
-    def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        keys = load(self, state_dict, *args, **kwargs)
-        note(self, state_dict, keys)
-        return keys
-
-    nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
 forward_pre_hooks: Callable[[nn.Module], Mapping[int, Any]] = attrgetter("_forward_pre_hooks")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.comm import World
-from lockstep.parallel.buffers import warn_of_missed_states
+from lockstep.processes.loaded_states import warn_of_missed_states
 
 
 def rows(rank: int) -> Tensor:

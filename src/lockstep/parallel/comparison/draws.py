@@ -16,6 +16,7 @@ Such parts overlap, and leave samples out. Each rank sends the numbers of some o
 so that all ranks choose the same: where two ranks have more than a few of them in common, and not all, they overlap.
 """
 
+import re
 import types
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,22 +45,8 @@ _SOURCES: Final = {
     "numpy": "NumPy's generator: numpy.random.seed(seed + rank)",
     "python": "the generator of Python's random: random.seed(seed + rank)",
 }
-_DRAWING: Final = frozenset(
-    {
-        *(
-            "rand",
-            "randn",
-            "randint",
-            "rand_like",
-            "randn_like",
-            "normal",
-            "normal_",
-            "uniform",
-            "uniform_",
-            "bernoulli",
-        ),
-        *("bernoulli_", "random_", "randrange", "choice", "gauss", "beta", "dropout"),
-    }
+_DRAWING: Final = re.compile(
+    r"(rand|randn|randint|normal|uniform|bernoulli|random)(_|_like)?|randrange|choice|gauss|beta|dropout"
 )
 _ITS_OWN: Final = frozenset({"Generator", "generator", "default_rng", "RandomState", "Random", "manual_seed", "seed"})
 """Names in code that has a generator or a seed of its own."""
@@ -82,6 +69,8 @@ _State = tuple[int, int]
 
 @final
 class SameRandomNumbers(Check):
+    scope = Scope.RUN
+
     def __init__(self, same_data: SameDataWarning, positions: LoaderPositions) -> None:
         self._same_data = same_data
         self._positions = positions
@@ -253,5 +242,6 @@ def _draws_in(value: Any) -> bool:
         waiting += [
             each for each in called if isinstance(each, types.FunctionType) and each.__module__ == function.__module__
         ]
-    by_module = bool(names & {"torch", "functional", "F"} and names & _DRAWING) or "random" in names
-    return (by_module or bool({each for each in names & _DRAWING if each.endswith("_")})) and not names & _ITS_OWN
+    drawn = {each for each in names if _DRAWING.fullmatch(each)}
+    knows = names & {"torch", "functional", "F", "random"} or any(each.endswith("_") for each in drawn)
+    return bool(drawn and knows) and not names & _ITS_OWN
