@@ -43,7 +43,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DistributedSampler, Sampler, TensorDataset
+from torch.utils.data import DistributedSampler, Sampler, TensorDataset
 
 from lockstep.comm import World
 from lockstep.errors import LockstepError, ReductionError
@@ -338,7 +338,7 @@ class LoaderPositions(Check):
 
 @final
 class DataSamplers(Check):
-    """Looks at the samplers of one rank: at all for what must be the same, at those that shuffle for their epochs."""
+    """Looks at the samplers of one rank, for what must be the same on all."""
 
     scope = Scope.RUN
 
@@ -346,19 +346,11 @@ class DataSamplers(Check):
         self._world = world
         self._found: list[weakref.ref[DistributedSampler[Any]]] = []
         self._items: dict[int, dict[str, str]] = {}
-        self._epoch = 0
-        self._num_samples = 0
-        self._batch_size = 0
         self._has_warned = False
         self._is_asked = True
 
     def find(self) -> None:
         found: list[DistributedSampler[Any]] = list(filter(_is_complete, find_objects(DistributedSampler)))
-        # Not the DataLoader, which may be gone: its iterator holds this and not the loader.
-        cut = find_objects(BatchSampler) if found else []
-        self._batch_size = max(
-            (each.batch_size for each in cut if any(each.sampler is one for one in found)), default=0
-        )
         self._found = [weakref.ref(each) for each in found]
         # One replica: each rank may have data of its own.
         self._items = {id(each): describe_items(each.dataset) for each in found if each.num_replicas != 1}
@@ -371,7 +363,6 @@ class DataSamplers(Check):
                     f"num_replicas={self._world.world_size}, or leave that out. (LS317)",
                     "A DistributedSampler was made for",
                 )
-        self._begin_epoch()
 
     def number(self) -> int:
         if not self._found or not self._is_asked:
@@ -407,48 +398,12 @@ class DataSamplers(Check):
         return None
 
     def reset(self, reduction: Reduced | None) -> None:
-        if reduction is None:
-            return
-        if reduction.number == _FIRST_LOOK:
+        if reduction is not None and reduction.number == _FIRST_LOOK:
             self.find()
-        if reduction.num_steps and self.is_compared:
-            # One batch per step, however many forwards and backwards it has.
-            self.count(reduction.batch_size // max(1, reduction.num_forwards))
-
-    def count(self, num_samples: int) -> None:
-        """Count the samples of a step, and warn if a second epoch has the order of the first (local)."""
-        samplers = self._shuffling() if self._found and not self._has_warned else []
-        if len(samplers) != 1:
-            return  # of several, which one is of the training data is not known
-        (sampler,) = samplers
-        if num_samples > self._batch_size:
-            self._batch_size = 0  # the first dimension is not that of samples: views, or tokens
-            return
-        if sampler.epoch != self._epoch or not num_samples:
-            self._begin_epoch()
-        self._num_samples += num_samples
-        if self._num_samples > sampler.num_samples:
-            self._has_warned = True
-            if getattr(sampler, "is_order_told", False):
-                return  # lockstep.DistributedSampler, which has warned by itself
-            sampler.is_order_told = True  # type: ignore[attr-defined]
-            warn_once(
-                f"A second epoch of a DistributedSampler has begun, and its epoch is still {sampler.epoch}: it "
-                "shuffles by seed and epoch, so every epoch has the same order. Call sampler.set_epoch(epoch) before "
-                "each epoch, with another number each time. (LS316)",
-                "A second epoch of a DistributedSampler",
-            )
 
     @staticmethod
     def _names_of(sampler: DistributedSampler[Any]) -> Sequence[str]:
         return _NAMES if sampler.num_replicas != 1 else _NAMES[:1]
-
-    def _begin_epoch(self) -> None:
-        self._num_samples = 0
-        self._epoch = next((each.epoch for each in self._shuffling()), 0)
-
-    def _shuffling(self) -> list[DistributedSampler[Any]]:
-        return [each for each in self._alive() if each.shuffle]
 
     def _alive(self) -> list[DistributedSampler[Any]]:
         return [each for each in (reference() for reference in self._found) if each is not None]

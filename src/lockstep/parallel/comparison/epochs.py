@@ -1,13 +1,14 @@
-"""Whether samplers are told their epochs: those of the user's own classes, and any sampler after a resume.
+"""Whether samplers are told their epochs: torch's, ours, those of the user's own classes.
 
-A sampler of the user's own has a `set_epoch` like torch's, and nobody calls it: then what it holds is the same when the
-next epoch begins. After a resume `set_epoch` is left out for the first epoch, as where it is called at the end of each:
-then the samples come in the order of epoch 0, some of which the interrupted epoch had already.
+A sampler that nobody tells holds the same when the next epoch begins. After a resume `set_epoch` is left out for the
+first epoch, as where it is called at the end of each: then the samples come in the order of epoch 0, some of which the
+interrupted epoch had already. An epoch is an iterator of a DataLoader, and one whose batches are trained on.
 """
 
 import weakref
 import zlib
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any, Final, final
 
 import torch
@@ -20,6 +21,8 @@ from lockstep.torch_private.loaders import LoaderIterator, samplers_of
 
 _FEWEST_STEPS: Final = 2
 """An iterator with fewer reductions may only have inspected a batch."""
+_OURS: Final = ("num_epochs_set", "is_order_told")
+"""Attributes of lockstep.DistributedSampler that its order does not depend on."""
 _FIRST_LATER: Final = 3
 """Second numbers from here on tell of a resume; a loop from 1 on that ends with `set_epoch(epoch + 1)` has 2."""
 
@@ -45,17 +48,26 @@ class ToldEpochs(Check):
             return
         before, self._iterator = self._num_steps, weakref.ref(iterators[0])
         self._num_steps = 1
-        sampler = next((each for each in samplers_of(iterators[0]) if callable(getattr(each, "set_epoch", None))), None)
-        if sampler is None or getattr(sampler, "shuffle", True) is False:
+        sampler: Any = next(
+            (each for each in samplers_of(iterators[0]) if callable(getattr(each, "set_epoch", None))), None
+        )
+        if sampler is None or not (getattr(sampler, "shuffle", True) and getattr(sampler, "pad", True)):
             return
         if self._sampler is None or self._sampler() is not sampler:
             self._sampler, self._before, self._numbers = weakref.ref(sampler), (), []
         self._note_number(sampler)
         held = tuple(_state_of(sampler))
-        # Of torch's class and ours the samples are counted, in `DataSamplers`.
-        is_users = not type(sampler).__module__.startswith(("torch.", "lockstep."))
-        if is_users and self._before == held and before >= _FEWEST_STEPS:
-            self._warn_of_repeated(sampler)
+        if self._before == held and before >= _FEWEST_STEPS and _depends_on_epoch(sampler):
+            self._has_warned = True
+            if not getattr(sampler, "is_order_told", False):  # by lockstep.DistributedSampler itself
+                sampler.is_order_told = True
+                warn_once(
+                    f"A second epoch of a {type(sampler).__name__} has begun, and its epoch is still "
+                    f"{getattr(sampler, 'epoch', 'the same')}: it shuffles by seed and epoch, so every epoch has the "
+                    "same order. Call set_epoch(epoch) of this sampler before each epoch, with another number each "
+                    "time. (LS316)",
+                    f"A second epoch of a {type(sampler).__name__}",
+                )
         self._before = held
 
     def _note_number(self, sampler: Any) -> None:
@@ -78,25 +90,20 @@ class ToldEpochs(Check):
                 "The first epoch of this process",
             )
 
-    def _warn_of_repeated(self, sampler: Any) -> None:
-        told, used = set[str](), set[str]()
-        for method in _methods(sampler):
-            (told if method.__name__ == "set_epoch" else used).update(names_in_code(method.__code__))
-        if not used & told or getattr(sampler, "is_order_told", False):
-            return  # its order does not depend on the epoch, or it has warned by itself
-        self._has_warned = True
-        warn_once(
-            f"A second epoch of a {type(sampler).__name__} has begun, and what it holds is what it held in the first: "
-            "its set_epoch was not called, or with the same number, so every epoch has the same order. Call "
-            "set_epoch(epoch) of this sampler before each epoch, with another number each time. (LS316)",
-            "A second epoch of a",
-        )
+
+def _depends_on_epoch(sampler: Any) -> bool:
+    """Return whether what `set_epoch` writes is named elsewhere in a sampler's class."""
+    told, used = set[str](), set[str]()
+    for member in (each for kind in type(sampler).__mro__[:-1] for each in vars(kind).values()):
+        if isinstance(member, FunctionType) and member.__name__ != "__init__":
+            (told if member.__name__ == "set_epoch" else used).update(names_in_code(member.__code__))
+    return bool(told & used - {"super", *_OURS})
 
 
 def _state_of(sampler: Any) -> Iterator[object]:
     """Yield what may change a sampler's order: numbers and texts, and states of generators, that it holds."""
     for name, value in vars(sampler).items():
-        if isinstance(value, int | float | str):
+        if isinstance(value, int | float | str) and name not in _OURS:
             yield name, value
         elif isinstance(value, torch.Generator):
             yield name, zlib.crc32(value.get_state().numpy().tobytes())
@@ -104,8 +111,3 @@ def _state_of(sampler: Any) -> Iterator[object]:
             yield name, repr(value.getstate() if hasattr(value, "getstate") else value.bit_generator.state)
         elif callable(getattr(value, "set_epoch", None)):
             yield from _state_of(value)
-
-
-def _methods(sampler: Any) -> list[Any]:
-    found = [member for kind in type(sampler).__mro__[:-1] for member in vars(kind).values()]
-    return [each for each in found if hasattr(each, "__code__") and each.__name__ != "__init__"]

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler, TensorDataset, random_split
 
-import lockstep as ls
 from lockstep.comm import World
 from lockstep.errors import ReductionError
 from lockstep.parallel.comparison import optimizers, order, values
@@ -431,25 +430,8 @@ def test_a_sampler_that_lacks_what_torchs_has_is_left_alone() -> None:
 
     sampler = Weighted()
     samplers = found_samplers()
-    samplers.count(2)
     assert "epoch" not in str(samplers.record())
     del sampler
-
-
-@pytest.mark.parametrize("is_wrapper_first", [True, False])
-def test_one_order_is_told_once_by_wrapper_and_sampler(*, is_wrapper_first: bool) -> None:
-    gc.collect()
-    sampler = ls.DistributedSampler(range(8), num_replicas=2, rank=0)
-    samplers = found_samplers()
-
-    def train() -> None:
-        for looks_at_samples in (not is_wrapper_first, is_wrapper_first):
-            for _ in range(3):
-                list(sampler) if looks_at_samples else samplers.count(4)
-
-    with pytest.warns(UserWarning, match="LS316") as told:
-        train()
-    assert len(told) == 1
 
 
 def test_samplers_of_one_replica_may_have_data_of_the_rank() -> None:
