@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.support.asynchronous_device import asynchronous_device
 from tests.support.threaded_ranks import run_ranks
+from tests.unit.reduce.reducers import Hook, mean_hook, reducer_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -54,23 +54,6 @@ class Layers(nn.Module):
         return inputs
 
 
-def as_if_asynchronous(_device: torch.device) -> bool:
-    return True
-
-
-def on_cpu(_device: torch.device) -> bool:
-    return False
-
-
-def options_of(**chosen: Any) -> ReducerOptions:
-    return ReducerOptions(purpose="a test", limits=BucketLimits(sizes_bytes=(1,)), **chosen)
-
-
-def reducer_of(model: nn.Module, world: World, **chosen: Any) -> Reducer:
-    mean = MeanReduction(world)
-    return Reducer(TrainedModel(model), world, options_of(local_mean=mean, **chosen), mean)
-
-
 def rows_of(rank: int, step: int) -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
@@ -101,7 +84,7 @@ def test_an_error_when_a_backward_begins(failing_step: int, with_backward: bool)
     # The phase was changed after `begin`, so the rank had not begun and left the others waiting.
     def program(world: World) -> list[str]:
         model = Layers()
-        reducer = reducer_of(model, world)
+        reducer = reducer_of(model, world, 1)
         look = reducer.plan.look
 
         def step(number: int) -> None:
@@ -122,16 +105,16 @@ def test_an_error_when_a_backward_begins(failing_step: int, with_backward: bool)
     check(run_ranks(3, program, poisons=True), failing_step)
 
 
-@pytest.mark.parametrize("is_asynchronous", [on_cpu, as_if_asynchronous])
+@pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("used", [(0, 2), (0, 1, 2), (2,)])
 @pytest.mark.parametrize("failing_step", range(NUM_STEPS))
 def test_a_failed_backward_where_unused_buckets_are_not_sent(
-    failing_step: int, used: tuple[int, ...], is_asynchronous: Callable[..., bool]
+    failing_step: int, used: tuple[int, ...], is_asynchronous: bool
 ) -> None:
     # The failed rank did not send the buckets that it had no gradient for, and the others waited for these.
     def program(world: World) -> list[str]:
         model = Layers()
-        reducer = reducer_of(model, world, skips_unused=True, is_asynchronous=is_asynchronous)
+        reducer = reducer_of(model, world, 1, skips_unused=True, is_asynchronous=is_asynchronous)
 
         def step(number: int) -> None:
             reducer.finish_interrupted()
@@ -156,7 +139,7 @@ def test_a_failed_backward_where_unused_buckets_are_not_sent(
 def test_unused_buckets_are_not_sent_and_those_that_one_rank_uses_are() -> None:
     def program(world: World) -> tuple[list[int], list[list[float] | None]]:
         model = Layers()
-        reducer = reducer_of(model, world, skips_unused=True)
+        reducer = reducer_of(model, world, 1, skips_unused=True)
         sent, found = [], []
         for used in [(0,), (0,), (0, 1) if world.rank else (0,), (0,), (0,)]:
             model.zero_grad()
@@ -177,24 +160,12 @@ def test_unused_buckets_are_not_sent_and_those_that_one_rank_uses_are() -> None:
         assert found[3:] == [None, None]
 
 
-Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
-
-
-def mean_hook(world: World) -> Hook:
-    def hook(_state: object, bucket: Any) -> "torch.futures.Future[Tensor]":
-        work = dist.all_reduce(bucket.buffer().div_(world.world_size), group=world.group, async_op=True)
-        assert work is not None
-        return work.get_future().then(lambda future: future.value()[0])
-
-    return hook
-
-
 def before_its_call(_hook: Hook) -> Hook:
     return fail
 
 
 def after_its_call(hook: Hook) -> Hook:
-    def failing(state: Any, bucket: Any) -> "torch.futures.Future[Tensor]":
+    def failing(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         hook(state, bucket)
         raise ValueError("only here")
 
@@ -214,10 +185,10 @@ def test_a_communication_hook_that_fails_on_one_rank(
     # The rank raised, called its hook again in the next forward, and the others waited in their hooks.
     def program(world: World) -> tuple[list[str], float]:
         model = Layers()
-        reducer = reducer_of(model, world)
+        reducer = reducer_of(model, world, 1)
         number = 0
 
-        def hook(state: Any, bucket: Any) -> "torch.futures.Future[Tensor]":
+        def hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
             fails = (world.rank, number, bucket.index()) == (FAILING_RANK, failing_step, failing_bucket)
             whole = mean_hook(world)
             return (where(whole) if fails else whole)(state, bucket)
@@ -277,7 +248,7 @@ def test_a_rank_without_memory_takes_part_with_what_it_has(failing_step: int, ho
     # It copied what others held and made partials of zeros, which raised again, and the others waited.
     def program(world: World) -> list[str]:
         model = Layers()
-        reducer = reducer_of(model, world, is_asynchronous=as_if_asynchronous)
+        reducer = reducer_of(model, world, 1, is_asynchronous=True)
         held = []
 
         def step(number: int) -> None:
@@ -362,9 +333,10 @@ def test_a_device_that_fails_when_a_bucket_is_sent_is_an_error_on_every_rank(
             def expect_nothing(self) -> None:
                 """Do nothing."""
 
+        options = ReducerOptions(purpose="a test", limits=BucketLimits(sizes_bytes=(1,)), local_mean=mean)
         with asynchronous_device() as device:
             model.to(device.name)
-            reducer = Reducer(TrainedModel(model), world, options_of(local_mean=mean), Failing())
+            reducer = Reducer(TrainedModel(model), world, options, Failing())
             for number in range(failing_step + 1):
                 reducer.finish_interrupted()
                 output = model(rows_of(world.rank, number).to(device.name))

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from tests.support.threaded_ranks import run_ranks
+from tests.unit.reduce.reducers import gradients, reducer_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.comm import World
-from lockstep.reduce import MeanReduction, Reducer, ReducerOptions, TrainedModel, slot
+from lockstep.reduce import Reducer, slot
 
 NUM_LAYERS = 20
 
@@ -19,11 +20,6 @@ NUM_LAYERS = 20
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(3, 3) for _ in range(NUM_LAYERS)))
-
-
-def reducer_of(model: nn.Module, world: World) -> Reducer:
-    mean = MeanReduction(world)
-    return Reducer(TrainedModel(model), world, ReducerOptions(purpose="a test", local_mean=mean), mean)
 
 
 def rows_of(world: World) -> Tensor:
@@ -36,10 +32,6 @@ def train(reducer: Reducer, model: nn.Module, world: World, run: Any = None) -> 
     output = (run or model)(rows_of(world))
     reducer.mark(output)
     output.sum().backward()
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
 def same_on_all(found: list[list[Tensor]]) -> bool:

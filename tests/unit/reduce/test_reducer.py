@@ -2,23 +2,21 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
 from tests.support.asynchronous_device import asynchronous_device
 from tests.support.threaded_ranks import run_ranks
+from tests.unit.reduce.reducers import gradients, reducer_of
 from torch import Tensor, nn
 
 from lockstep.comm import World
 from lockstep.errors import ParameterMismatchError, ReductionError
 from lockstep.reduce import (
     BucketLimits,
-    MeanReduction,
     Reducer,
-    ReducerOptions,
     ShardReducer,
     TrainedModel,
 )
@@ -38,21 +36,11 @@ def inputs(rank: int, step: int) -> Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def reducer_of(model: nn.Module, world: World, **options: Any) -> Reducer:
-    mean = MeanReduction(world)
-    chosen = ReducerOptions(purpose="a test", limits=SMALL, local_mean=mean, **options)
-    return Reducer(TrainedModel(model), world, chosen, mean)
-
-
 def backward(reducer: Reducer, model: nn.Module, rows: Tensor) -> None:
     reducer.finish_interrupted()
     output = model(rows)
     reducer.mark(output, num_samples=len(rows))
     output.square().mean().backward()
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def mean_of(num_ranks: int, step: int) -> list[Tensor]:
@@ -64,20 +52,12 @@ def mean_of(num_ranks: int, step: int) -> list[Tensor]:
     return [torch.stack(each).mean(0) for each in zip(*found, strict=True)]
 
 
-def on_cpu(_device: torch.device) -> bool:
-    return False
-
-
-def as_if_asynchronous(_device: torch.device) -> bool:
-    return True
-
-
-@pytest.mark.parametrize("is_asynchronous", [on_cpu, as_if_asynchronous])
+@pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_gradients_are_the_mean_in_every_step(num_ranks: int, is_asynchronous: Callable[..., bool]) -> None:
+def test_gradients_are_the_mean_in_every_step(num_ranks: int, is_asynchronous: bool) -> None:
     def program(world: World) -> list[list[Tensor]]:
         model = net()
-        reducer = reducer_of(model, world, is_asynchronous=is_asynchronous)
+        reducer = reducer_of(model, world, 200, is_asynchronous=is_asynchronous)
         found = []
         for step in range(3):
             model.zero_grad()
@@ -97,7 +77,7 @@ def test_a_model_that_is_frozen_while_its_buckets_get_their_order_is_reduced_aft
     def program(world: World) -> list[Tensor]:
         torch.manual_seed(0)
         layers = nn.ModuleList([nn.Linear(7, 1), nn.Linear(5, 7)])  # registered in another order than they are used in
-        reducer = reducer_of(layers, world)
+        reducer = reducer_of(layers, world, 200)
         for step, is_frozen in enumerate((False, True, False)):
             layers.zero_grad()
             layers.requires_grad_(not is_frozen)
@@ -124,9 +104,7 @@ def test_a_mean_of_three_in_bfloat16_is_right_where_only_some_gradients_are_scal
 
     def program(world: World) -> list[Tensor]:
         model = nn.ParameterList([torch.ones(size, dtype=torch.bfloat16) for size in sizes])
-        mean = MeanReduction(world)
-        options = ReducerOptions(purpose="a test", limits=BucketLimits(sizes_bytes=(1 << 20,)), local_mean=mean)
-        reducer = Reducer(TrainedModel(model), world, options, mean)
+        reducer = reducer_of(model, world, 1 << 20)
         for _ in range(3):  # from the second one on, gradients are scaled early
             model.zero_grad()
             loss = torch.stack([(one * two).sum() for one, two in zip(model, values(world.rank), strict=True)]).sum()
@@ -140,10 +118,10 @@ def test_a_mean_of_three_in_bfloat16_is_right_where_only_some_gradients_are_scal
             assert (mine.double().sum() / mean.sum()).item() == pytest.approx(1, abs=3e-4)
 
 
-def failing_step(world: World, is_asynchronous: Callable[..., bool], failing_rank: int, failing_step: int) -> list[str]:
+def failing_step(world: World, is_asynchronous: bool, failing_rank: int, failing_step: int) -> list[str]:
     """Return what each step of a rank said; it steps an optimizer only where nothing was wrong."""
     model = net()
-    reducer = reducer_of(model, world, is_asynchronous=is_asynchronous)
+    reducer = reducer_of(model, world, 200, is_asynchronous=is_asynchronous)
     said = []
     for step in range(3):
         model.zero_grad()
@@ -165,12 +143,10 @@ def fail(_gradient: Tensor) -> None:
     raise ValueError("in backward")
 
 
-@pytest.mark.parametrize("is_asynchronous", [on_cpu, as_if_asynchronous])
+@pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_a_failure_is_an_error_of_the_same_backward_on_every_rank(
-    step: int, rank: int, is_asynchronous: Callable[..., bool]
-) -> None:
+def test_a_failure_is_an_error_of_the_same_backward_on_every_rank(step: int, rank: int, is_asynchronous: bool) -> None:
     # On a GPU the other ranks heard of it one step later, when they had updated their parameters.
     found = run_ranks(3, lambda world: failing_step(world, is_asynchronous, rank, step), poisons=True)
     for number, said in enumerate(found):
@@ -192,18 +168,16 @@ class Table(nn.Module):
         return self.before * nn.functional.embedding(indices, self.rows, sparse=self.is_sparse)
 
 
-@pytest.mark.parametrize("is_asynchronous", [on_cpu, as_if_asynchronous])
+@pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize(
-    "num_rows", [4, 8000]
-)  # a small gradient is copied when its bucket is sent, a large one at once
+@pytest.mark.parametrize("num_rows", [4, 8000])  # a large gradient is copied at once, not when its bucket is sent
 def test_a_gradient_that_does_not_fit_on_one_rank_is_an_error_of_its_backward_on_all(
-    num_rows: int, step: int, is_asynchronous: Callable[..., bool]
+    num_rows: int, step: int, is_asynchronous: bool
 ) -> None:
     # The rank raised and sent nothing, then and when it went on, and the others waited until their timeout.
     def program(world: World) -> tuple[list[str], list[float]]:
         model = Table(num_rows)
-        reducer = reducer_of(model, world, is_asynchronous=is_asynchronous)
+        reducer = reducer_of(model, world, 200, is_asynchronous=is_asynchronous)
         said = []
         for number in range(3):
             reducer.finish_interrupted()
@@ -228,7 +202,7 @@ def test_reference_counts_alone_free_a_reducer_after_a_gradient_that_does_not_fi
     def program(world: World) -> bool:
         model = Table(4)
         model.is_sparse = True
-        reducer = reducer_of(model, world)
+        reducer = reducer_of(model, world, 200)
         alive = weakref.ref(reducer)
         gc.disable()
         try:
@@ -247,7 +221,7 @@ def test_on_an_asynchronous_device_the_host_does_not_wait_for_it() -> None:
     def program(world: World) -> tuple[list[list[float]], bool]:
         with asynchronous_device() as device:
             model = net().to(device.name)
-            reducer = reducer_of(model, world)
+            reducer = reducer_of(model, world, 200)
             rows = [inputs(world.rank, step).to(device.name) for step in range(3)]
             found = []
             backward(reducer, model, rows[0])  # the order of arrival is learnt in the first one
@@ -272,22 +246,22 @@ def test_a_group_without_a_cpu_backend_carries_the_status_with_the_gradients(mon
 
     def program(world: World) -> tuple[bool, list[str]]:
         model = net()
-        reducer = reducer_of(model, world, is_asynchronous=as_if_asynchronous)
+        reducer = reducer_of(model, world, 200, is_asynchronous=True)
         assert isinstance(reducer.schedule._status, StatusTrailer)
-        return True, failing_step(world, as_if_asynchronous, 1, 1)
+        return True, failing_step(world, True, 1, 1)
 
     (_, first), (_, second) = run_ranks(2, program, poisons=True)
     assert [said == "whole" for said in first] == [said == "whole" for said in second] == [True, False, True]
 
 
-@pytest.mark.parametrize("is_asynchronous", [on_cpu, as_if_asynchronous])
+@pytest.mark.parametrize("is_asynchronous", [False, True])
 def test_a_model_that_changes_on_every_rank_is_followed_in_the_same_backward(
-    is_asynchronous: Callable[..., bool],
+    is_asynchronous: bool,
 ) -> None:
     def program(world: World) -> list[Tensor]:
         model = net()
         model[0].requires_grad_(False)
-        reducer = reducer_of(model, world, is_asynchronous=is_asynchronous)
+        reducer = reducer_of(model, world, 200, is_asynchronous=is_asynchronous)
         backward(reducer, model, inputs(world.rank, 0))
         model[0].requires_grad_(True)
         model.zero_grad()
@@ -299,13 +273,13 @@ def test_a_model_that_changes_on_every_rank_is_followed_in_the_same_backward(
             torch.testing.assert_close(mine, expected)
 
 
-@pytest.mark.parametrize("is_asynchronous", [on_cpu, as_if_asynchronous])
+@pytest.mark.parametrize("is_asynchronous", [False, True])
 def test_a_model_that_changes_on_one_rank_is_an_error_of_the_same_backward_on_all(
-    is_asynchronous: Callable[..., bool],
+    is_asynchronous: bool,
 ) -> None:
     def program(world: World) -> str:
         model = net()
-        reducer = reducer_of(model, world, is_asynchronous=is_asynchronous)
+        reducer = reducer_of(model, world, 200, is_asynchronous=is_asynchronous)
         if world.rank == 1:
             model[0].requires_grad_(False)
         with pytest.raises(ParameterMismatchError) as refused:
@@ -385,7 +359,7 @@ def test_messages_of_a_trainer_say_so() -> None:
     assert run_ranks(2, program) == ["a training step"] * 2
 
 
-# --  ------------------------------------------------------------------------------------------------------------------
+# -- Partials ----------------------------------------------------------------------------------------------------------
 
 
 def parameters(*gradients: float | None) -> list[nn.Parameter]:

@@ -150,7 +150,7 @@ def test_a_hook_reduces_in_place_of_the_group() -> None:
     assert run_ranks(2, program) == [[6.0] * 3] * 2
 
 
-# --  ------------------------------------------------------------------------------------------------------------------
+# -- Which parameters may be added to in place -------------------------------------------------------------------------
 
 
 FIRST, SECOND, THIRD = (nn.Parameter(torch.zeros(1)) for _ in range(3))

@@ -6,15 +6,14 @@ packed, or read before it is reduced.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.support.asynchronous_device import asynchronous_device
 from tests.support.fake_device import FakeDevice, StreamError
 from tests.support.threaded_ranks import run_ranks
 from tests.support.two_streams import TwoBranches
+from tests.unit.reduce.reducers import gradients, mean_hook, reducer_of
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -23,9 +22,7 @@ from lockstep.reduce import (
     BucketLimits,
     CommHook,
     HookReduction,
-    MeanReduction,
     Reducer,
-    ReducerOptions,
     ShardReducer,
     TrainedModel,
 )
@@ -34,7 +31,7 @@ from lockstep.shards import even_ranges
 
 NUM_STEPS = 4
 SMALL, LARGE = 3, 130  # a large gradient is copied to its bucket when it arrives, a small one with others
-MANY, ONE = BucketLimits(sizes_bytes=(1,)), BucketLimits(sizes_bytes=(1 << 20,))
+MANY, ONE = 1, 1 << 20
 
 
 def rows_of(rank: int, step: int, width: int) -> Tensor:
@@ -43,8 +40,7 @@ def rows_of(rank: int, step: int, width: int) -> Tensor:
 
 def gradients_of(model: nn.Module) -> list[float]:
     # Clones first: they read on the current stream.
-    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    return torch.cat([each.cpu().flatten() for each in found]).tolist()
+    return torch.cat([each.cpu().flatten() for each in gradients(model)]).tolist()
 
 
 def expected_gradients(num_ranks: int, width: int, *, is_mean: bool) -> list[float]:
@@ -54,12 +50,6 @@ def expected_gradients(num_ranks: int, width: int, *, is_mean: bool) -> list[flo
         assert isinstance(loss, Tensor)
         (loss / num_ranks if is_mean else loss).backward()
         return gradients_of(model)
-
-
-def reducer_of(model: nn.Module, world: World, limits: BucketLimits, **chosen: Any) -> Reducer:
-    mean = MeanReduction(world)
-    options = ReducerOptions(purpose="a test", limits=limits, local_mean=mean, **chosen)
-    return Reducer(TrainedModel(model), world, options, mean)
 
 
 def train(device: FakeDevice, model: nn.Module, reducer: Reducer, rank: int, width: int) -> list[float]:
@@ -73,15 +63,15 @@ def train(device: FakeDevice, model: nn.Module, reducer: Reducer, rank: int, wid
     return found
 
 
-@pytest.mark.parametrize("limits", [MANY, ONE], ids=["many", "one"])
+@pytest.mark.parametrize("limit", [MANY, ONE], ids=["many", "one"])
 @pytest.mark.parametrize("width", [SMALL, LARGE])
 @pytest.mark.parametrize("ends_on_side", [False, True])
-def test_a_bucket_waits_for_the_gradients_of_every_stream(ends_on_side: bool, width: int, limits: BucketLimits) -> None:
+def test_a_bucket_waits_for_the_gradients_of_every_stream(ends_on_side: bool, width: int, limit: int) -> None:
     # It was packed on the stream of its last gradient, before the gradients of the other one were there.
     def program(world: World) -> list[float]:
         with asynchronous_device() as device:
             model = TwoBranches(device, width, ends_on_side=ends_on_side).to(device.name)
-            return train(device, model, reducer_of(model, world, limits), world.rank, width)
+            return train(device, model, reducer_of(model, world, limit), world.rank, width)
 
     expected = expected_gradients(2, width, is_mean=True)
     for found in run_ranks(2, program):
@@ -95,7 +85,7 @@ def test_without_those_waits_a_stream_error_is_seen(ends_on_side: bool, monkeypa
     def program(world: World) -> list[float]:
         with asynchronous_device() as device:
             model = TwoBranches(device, SMALL, ends_on_side=ends_on_side).to(device.name)
-            return train(device, model, reducer_of(model, world, BucketLimits(sizes_bytes=(60,))), world.rank, SMALL)
+            return train(device, model, reducer_of(model, world, 60), world.rank, SMALL)
 
     with pytest.raises(StreamError, match="may not be there yet"):
         run_ranks(1, program)
@@ -104,15 +94,12 @@ def test_without_those_waits_a_stream_error_is_seen(ends_on_side: bool, monkeypa
 @pytest.mark.parametrize("ends_on_side", [False, True])
 def test_what_a_hook_reduces_is_there_for_the_stream_that_reads_it(ends_on_side: bool) -> None:
     def program(world: World) -> list[float]:
-        def hook(_state: object, bucket: Any) -> "torch.futures.Future[Tensor]":
-            work = dist.all_reduce(bucket.buffer() / world.world_size, group=world.group, async_op=True)
-            assert work is not None
-            return work.get_future().then(lambda future: future.value()[0])
-
         with asynchronous_device() as device:
             model = TwoBranches(device, SMALL, ends_on_side=ends_on_side).to(device.name)
             reducer = reducer_of(model, world, MANY)
-            reducer.use_reduction(HookReduction(CommHook(function=hook, state=None), world), only_gradients=True)
+            reducer.use_reduction(
+                HookReduction(CommHook(function=mean_hook(world), state=None), world), only_gradients=True
+            )
             return train(device, model, reducer, world.rank, SMALL)
 
     expected = expected_gradients(2, SMALL, is_mean=True)

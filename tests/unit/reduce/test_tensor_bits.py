@@ -175,7 +175,7 @@ def test_multiplying_in_parts_gives_the_same_bits_and_a_sum_of_all(dtype: torch.
             assert math.isnan(multiply(out, 0.5, out))
 
 
-# --  ------------------------------------------------------------------------------------------------------------------
+# -- The sum by which numbers that are not finite are found ------------------------------------------------------------
 
 
 CPU = torch.device("cpu")

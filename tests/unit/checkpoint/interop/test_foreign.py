@@ -393,7 +393,7 @@ def test_the_other_order_of_arguments_is_told() -> None:
         load_weights(given, Path("a.pt"))
 
 
-# --  ------------------------------------------------------------------------------------------------------------------
+# -- What wrappers put before names ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_partials_are_freed_at_once() -> None:
         gc.enable()
 
 
-# --  ------------------------------------------------------------------------------------------------------------------
+# -- Which shards and samples are whose, and seeds ---------------------------------------------------------------------
 
 
 @given(total=st.integers(0, 500), num_parts=st.integers(1, 40))
