@@ -83,6 +83,7 @@ def test_one_rank_gathers_and_scatters(group: Any) -> None:
             lambda group: group.allocate_tensor(3, dtype=torch.float32, device=torch.device("meta")),
             "allocates on the CPU",
         ),
+        (lambda group: group.send([ONE, ONE], 0, 1), "Expected one tensor, got 2"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(group: Any, call: Any, said: str) -> None:
