@@ -1,5 +1,6 @@
 """The digits: what ships, how it is split, what is refused, and that the network learns."""
 
+import io
 import zipfile
 from pathlib import Path
 
@@ -67,14 +68,6 @@ def test_missing_file_is_named(tmp_path):
         digits.read(tmp_path / "digits.npz")
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 100, 20_000, SHIPPED.stat().st_size - 1])
-def test_truncated_file_is_refused(tmp_path, num_bytes):
-    file = tmp_path / "digits.npz"
-    file.write_bytes(SHIPPED.read_bytes()[:num_bytes])
-    with pytest.raises(DataFileError, match=r"digits\.npz cannot be read as two arrays"):
-        digits.read(file)
-
-
 @pytest.mark.parametrize("place", [40, 20_000, 44_000])
 def test_damaged_file_is_refused(tmp_path, place):
     file = tmp_path / "digits.npz"
@@ -85,28 +78,29 @@ def test_damaged_file_is_refused(tmp_path, place):
         digits.read(file)
 
 
-@pytest.mark.parametrize("content", [b"not an archive", b"\x80\x04N.", b"\x93NUMPY"])
-def test_other_file_is_refused(tmp_path, content):
-    file = tmp_path / "digits.npz"
-    file.write_bytes(content)
-    with pytest.raises(DataFileError, match="cannot be read as two arrays"):
-        digits.read(file)
+def single_array() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.zeros((1797, 8, 8), np.uint8))
+    return file.getvalue()
 
 
-def test_single_array_is_refused(tmp_path):
-    file = tmp_path / "digits.npz"
-    with file.open("wb") as stream:
-        np.save(stream, np.zeros((1797, 8, 8), np.uint8))
-    with pytest.raises(DataFileError, match="cannot be read as two arrays"):
-        digits.read(file)
-
-
-def test_archive_of_something_else_is_refused(tmp_path):
-    file = tmp_path / "digits.npz"
+def archive_of_texts() -> bytes:
+    file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("images", "no array")
         archive.writestr("labels", "no array")
-    with pytest.raises(DataFileError):
+    return file.getvalue()
+
+
+TRUNCATED = [SHIPPED.read_bytes()[:kept] for kept in (0, 1, 100, 20_000, -1)]
+OTHERS = [b"not an archive", b"\x80\x04N.", b"\x93NUMPY", single_array(), archive_of_texts()]
+
+
+@pytest.mark.parametrize("content", [*TRUNCATED, *OTHERS], ids=len)
+def test_other_file_is_refused(tmp_path, content):
+    file = tmp_path / "digits.npz"
+    file.write_bytes(content)
+    with pytest.raises(DataFileError, match=r"digits\.npz (cannot be read as two arrays|holds)"):
         digits.read(file)
 
 
@@ -137,12 +131,6 @@ def test_licence_ships_beside_data():
     assert "creativecommons.org/licenses/by/4.0" in text
 
 
-def test_network_has_batch_norm_and_dropout():
-    kinds = [type(module) for module in digits.Net().modules()]
-    assert kinds.count(torch.nn.BatchNorm2d) == 3
-    assert kinds.count(torch.nn.Dropout) == 1
-
-
 def test_network_trains_on_single_sample():
     assert digits.Net()(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
 
@@ -157,13 +145,6 @@ def train_briefly(seed: int) -> digits.Net:
         F.cross_entropy(model(images[batch]), targets[batch]).backward()
         optimizer.step()
     return model.eval()
-
-
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(mode=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
 
 
 def test_one_epoch_learns_most_digits():

@@ -213,50 +213,27 @@ def test_transparent_palette_gives_no_warning(tmp_path):
     assert only(file, image_size=4).shape == (3, 4, 4)
 
 
-def test_missing_root_is_named(tmp_path):
-    with pytest.raises(DataFileError, match=f"There is no folder {tmp_path / 'gone'}"):
-        images.folder(tmp_path / "gone")
+def with_an_empty_class(root: Path) -> Path:
+    (root / "empty").mkdir()
+    return make(root, a=2)
 
 
-def test_missing_test_root_is_named(tmp_path):
-    with pytest.raises(DataFileError, match=f"There is no folder {tmp_path / 'gone'}"):
-        images.folder(make(tmp_path / "x", a=1), tmp_path / "gone")
-
-
-def test_root_that_is_a_file_is_refused(tmp_path):
-    with pytest.raises(DataFileError, match=r"0\.png is not a folder"):
-        images.folder(save(tmp_path / "0.png"))
-
-
-def test_root_without_classes_is_refused(tmp_path):
-    save(tmp_path / "0.png")
-    with pytest.raises(DataFileError, match=f"{tmp_path} has no sub-folders"):
-        images.folder(tmp_path)
-
-
-def test_class_without_pictures_is_refused(tmp_path):
-    make(tmp_path, a=2)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataFileError, match=f"{tmp_path / 'empty'} holds no pictures"):
-        images.folder(tmp_path)
-
-
-def test_root_one_level_too_high_is_refused(tmp_path):
-    make(tmp_path / "train", a=2)
-    make(tmp_path / "val", a=2)
-    with pytest.raises(DataFileError, match=f"{tmp_path / 'train'} contains the folder a"):
-        images.folder(tmp_path)
-
-
-def test_classes_of_test_root_must_be_the_same(tmp_path):
-    train, test = make(tmp_path / "x", a=1, b=1), make(tmp_path / "y", b=1, c=1)
-    with pytest.raises(DataFileError, match=r"must have the same classes, but only one has a, c\."):
-        images.folder(train, test)
-
-
-def test_nothing_to_test_on_is_refused(tmp_path):
-    with pytest.raises(DataFileError, match=r"No class in .* has a second picture"):
-        images.folder(make(tmp_path, a=1, b=1))
+@pytest.mark.parametrize(
+    ("roots", "said"),
+    [
+        (lambda at: [at / "gone"], "There is no folder .*/gone"),
+        (lambda at: [make(at / "x", a=1), at / "gone"], "There is no folder .*/gone"),
+        (lambda at: [save(at / "0.png")], r"0\.png is not a folder"),
+        (lambda at: [save(at / "0.png").parent], "has no sub-folders"),
+        (lambda at: [with_an_empty_class(at)], "/empty holds no pictures"),
+        (lambda at: [make(at / "train", a=2).parent], "/train contains the folder a"),  # one level too high
+        (lambda at: [make(at / "x", a=1, b=1), make(at / "y", b=1, c=1)], r"same classes, but only one has a, c\."),
+        (lambda at: [make(at, a=1, b=1)], "No class in .* has a second picture"),  # nothing to test on
+    ],
+)
+def test_folders_without_classes_of_pictures_are_refused(tmp_path, roots, said):
+    with pytest.raises(DataFileError, match=said):
+        images.folder(*roots(tmp_path))
 
 
 @pytest.mark.parametrize("arguments", [{"test_fraction": 0.0}, {"test_fraction": 1.0}, {"image_size": 0}])
