@@ -57,6 +57,19 @@ def fail_once(run: Run, fault: Fault, *, is_armed: bool) -> tuple[str, list[str]
     return said, changed
 
 
+def fail_and_go_on(run: Run, fault: Fault, *, is_armed: bool) -> tuple[str, list[str], str]:
+    """Fail once, and finish the run; return its digest too."""
+    return *fail_once(run, fault, is_armed=is_armed), run.finish()
+
+
+def check(answers: list[tuple[str, list[str], str]], message: str, expected: str) -> None:
+    """Check the error of each worker, that nothing has changed, and the digest at the end."""
+    for said, changed, digest in answers:
+        assert message in said
+        assert changed == []
+        assert digest == expected
+
+
 @cache
 def undisturbed(model: type[nn.Module] = Running, max_grad_norm: float | None = None) -> str:
     """Return the digest at the end of a run on one worker in which nothing fails."""
@@ -68,17 +81,10 @@ def undisturbed(model: type[nn.Module] = Running, max_grad_norm: float | None = 
 def test_a_fault_on_one_worker_changes_nothing_on_any(name: str, rank: int) -> None:
     fault, message = ON_ONE[name]
 
-    def program(world: World) -> tuple[str, list[str], str]:
-        run = Run(world)
-        said, changed = fail_once(run, fault, is_armed=world.rank == rank)
-        return said, changed, run.finish()
-
     # Two workers with two shards each, or three, of which one has two. The third rank is of the latter.
-    answers = run_ranks(2 if rank < 2 else 3, program)
-    for said, changed, digest in answers:
-        assert message in said
-        assert changed == []
-        assert digest == undisturbed()
+    workers = 2 if rank < 2 else 3
+    answers = run_ranks(workers, lambda world: fail_and_go_on(Run(world), fault, is_armed=world.rank == rank))
+    check(answers, message, undisturbed())
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -90,14 +96,9 @@ def test_a_fault_on_all_workers_changes_nothing(name: str, workers: int, max_gra
         pytest.skip("no error where all set it; no rank has what all have written")
 
     def program(world: World) -> tuple[str, list[str], str]:
-        run = Run(world, max_grad_norm=max_grad_norm)
-        said, changed = fail_once(run, fault, is_armed=True)
-        return said, changed, run.finish()
+        return fail_and_go_on(Run(world, max_grad_norm=max_grad_norm), fault, is_armed=True)
 
-    for said, changed, digest in run_ranks(workers, program):
-        assert message in said
-        assert changed == []
-        assert digest == undisturbed(max_grad_norm=max_grad_norm)
+    check(run_ranks(workers, program), message, undisturbed(max_grad_norm=max_grad_norm))
 
 
 @pytest.mark.parametrize("name", ["reduce: the last backward", "agree: an infinite loss"])
@@ -105,15 +106,10 @@ def test_a_step_that_has_changed_the_shapes_of_buffers_is_undone_too(name: str) 
     fault, message = ON_ONE[name]
 
     def program(world: World) -> tuple[str, list[str], str]:
-        run = Run(world, Growing)
-        said, changed = fail_once(run, fault, is_armed=world.rank == world.world_size - 1)
-        return said, changed, run.finish()
+        return fail_and_go_on(Run(world, Growing), fault, is_armed=world.rank == world.world_size - 1)
 
     for workers in (1, 2, 3):
-        for said, changed, digest in run_ranks(workers, program):
-            assert message in said
-            assert changed == []
-            assert digest == undisturbed(Growing)
+        check(run_ranks(workers, program), message, undisturbed(Growing))
 
 
 def test_the_first_step_can_fail() -> None:
@@ -142,8 +138,7 @@ def test_the_error_on_the_other_workers_names_the_rank_and_the_cause() -> None:
 def test_a_scaler_forgets_a_step_whose_optimizer_has_failed() -> None:
     def run_with_scaler(*, fails: bool) -> tuple[str, list[str], str]:
         run = Run(None, scaler=torch.amp.GradScaler("cpu", init_scale=4.0), max_grad_norm=0.5)
-        said, changed = fail_once(run, faults.in_the_optimizer, is_armed=fails)
-        return said, changed, run.finish()
+        return fail_and_go_on(run, faults.in_the_optimizer, is_armed=fails)
 
     said, changed, digest = run_ranks(1, lambda _world: run_with_scaler(fails=True))[0]
     assert (said, changed) == ("InjectedError: the optimizer has failed before its update", [])
@@ -307,10 +302,7 @@ def test_a_step_that_fails_before_it_has_recorded_anything_changes_nothing(
         return str(caught.value), differences(before, run.everything()), run.finish()
 
     for workers in (1, 2):
-        for said, changed, digest in run_ranks(workers, program):
-            assert "something has failed" in said
-            assert changed == []
-            assert digest == undisturbed()
+        check(run_ranks(workers, program), "something has failed", undisturbed())
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -468,8 +460,7 @@ def test_a_parameter_that_one_worker_has_written_is_put_back(
                     raise faults.InjectedError("failed after a write")
             return loss
 
-        said, changed = fail_once(run, spoiling(spoil), is_armed=True)
-        return said, changed, run.finish()
+        return fail_and_go_on(run, spoiling(spoil), is_armed=True)
 
     expected = undisturbed()
     for number, (said, changed, digest) in enumerate(run_ranks(workers, program)):
