@@ -46,6 +46,59 @@ MISTAKES = [
 """Rule, what is replaced in the correct script, and by what."""
 
 
+SETUP = """
+import os
+import torch.distributed as dist
+
+RANK = int(os.environ.get("RANK", -1))
+ddp = int(os.environ.get("RANK", -1)) != -1
+number = int(os.environ.get("LOCAL_RANK", "0"))
+master_process = number == 0
+distributed = args.rank >= 0
+flag = args.verbose
+"""
+SPLITTING = """
+rank == 0, rank != 0, rank > 0, rank < 2, 1 <= rank < 3, rank % 2, rank % 2 == 0, rank // 8 == 0, not rank, rank, is_main, number == 0
+local_rank == 0, args.local_rank not in [-1, 0], RANK in {-1, 0}, dist.get_rank() == 0, is_main_process(), not is_main_process()
+rank == world_size - 1, master_process, world_size > 1 and rank == 0, not args.distributed or args.rank == 0, args.gpu == 0, flags[rank]
+int(os.environ["RANK"]) == 0, os.environ["RANK"] == "0", rank == args.chief, should_log(rank), accelerator.process_index == 0
+args.multiprocessing_distributed and args.rank % ngpus_per_node == 0, rank in group_ranks
+"""
+ON_EVERY_RANK = """
+RANK != -1, rank >= 0, rank > -1, -1 != rank, rank == -1, args.local_rank != -1, RANK not in (-1,), rank < world_size, 0 <= rank < world_size
+"RANK" in os.environ, "RANK" in os.environ and "WORLD_SIZE" in os.environ, os.environ.get("RANK") is not None, os.environ.get("RANK")
+rank is not None, args.gpu is not None, world_size > 1, n_gpu > 1, ddp, not ddp, bool(ddp), distributed, flag, dist.is_initialized()
+int(os.environ.get("RANK", -1)) != -1, args.rank > -1 or args.dist_url == "env://", isinstance(rank, int)
+"""
+
+
+@pytest.mark.parametrize("tests", [SPLITTING, ON_EVERY_RANK])
+def test_a_test_of_ranks_is_told_apart_from_a_test_of_a_launcher(tests: str) -> None:
+    # Public scripts guard their barriers by `if RANK != -1:`, which holds on every rank under a launcher.
+    for line in tests.strip().split("\n"):
+        for test in ast.parse(f"[{line}]", mode="eval").body.elts:  # type: ignore[attr-defined]
+            found = (
+                check_source(f"{SETUP}if {ast.unparse(test)}:\n    dist.init_process_group()\n    dist.barrier()\n")
+                or []
+            )
+            told = "collective-on-some-ranks" in [each.rule for each in found]
+            assert told == (tests == SPLITTING), ast.unparse(test)
+
+
+@pytest.mark.parametrize("line", ["print(loss.item(), force=True)", "builtins.print = quiet"])
+def test_a_print_that_was_replaced_prints_on_one_rank(line: str) -> None:
+    # As in the references of torchvision and DETR, whose `force=True` prints on all ranks.
+    script = TORCHRUN.replace(
+        "        if dist.get_rank() == 0:\n            print(epoch, mean.item())", "        print(epoch, mean.item())"
+    )
+    assert "printed-by-all" in [each.rule for each in check_source(script) or []]
+    if "force" in line:
+        script = script.replace("print(epoch, mean.item())", line)
+    else:
+        script = script.replace("import torch\n", f"import builtins\nimport torch\n{line}\n", 1)
+    assert "printed-by-all" not in [each.rule for each in check_source(script) or []]
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_correct_script_is_left_alone(name: str) -> None:
     found = check_source(SCRIPTS[name]) or []

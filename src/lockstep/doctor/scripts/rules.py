@@ -31,6 +31,7 @@ _PREPARING: Final = ("prepare", "setup_dataloaders", "setup", "prepare_data_load
 _ONE_BY_ONE: Final = re.compile(r"iter|stream|webdataset|shard", re.IGNORECASE)
 _LOADER_SAMPLER, _LOADER_BATCH_SAMPLER, _LOADER_SHUFFLE, _LOADER_BATCH_SIZE = 3, 4, 2, 1
 """Where these arguments of a DataLoader stand if they have no names."""
+_PRINTS: Final = {"builtins.print", "__builtin__.print", "__builtins__.print"}
 _SAVING: Final = {"save_pretrained", "save_model", "save_file"}
 
 
@@ -235,15 +236,26 @@ def _has_parameter_guard(source: ScriptSource, call: ast.Call) -> bool:
 
 def _check_printing(source: ScriptSource) -> Iterator[ScriptFinding]:
     for call in source.calls:
-        if not (isinstance(call.func, ast.Name) and call.func.id == "print"):
+        # `force` is of a `print` that prints on one rank alone, which references of torchvision and DETR put into
+        # builtins: it prints on all ranks, as is meant.
+        if not (isinstance(call.func, ast.Name) and call.func.id == "print") or keyword(call, "force") is not None:
             continue
         loops = [each for each in source.ancestors(call) if isinstance(each, ast.For | ast.While)]
         trains = any(map(has_backward, loops))
-        if trains and not source.is_guarded(call) and not source.mentions_rank(call, 1):
+        is_guarded = source.is_guarded(call) or _replaces_print(source)
+        if trains and not is_guarded and not source.mentions_rank(call, 1):
             yield finding("printed-by-all", call, f"if dist.get_rank() == 0: {source.line(call)}")
-        elif trains and source.is_guarded(call) and _prints_own_loss(source, call):
+        elif trains and is_guarded and _prints_own_loss(source, call):
             mended = "mean = loss.detach().clone(); dist.all_reduce(mean, dist.ReduceOp.AVG)  # on every rank"
             yield finding("loss-of-one-rank", call, mended)
+
+
+def _replaces_print(source: ScriptSource) -> bool:
+    names = {last_name(call.func) for call in source.calls}
+    return bool(names & {"setup_for_distributed", "init_distributed_mode"}) or any(
+        isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and source.full_name(node) in _PRINTS
+        for node in ast.walk(source.tree)
+    )
 
 
 def _prints_own_loss(source: ScriptSource, call: ast.Call) -> bool:

@@ -1,13 +1,15 @@
 """A script as rules see it (its syntax tree, what names stand for, what only some ranks run), and what they report."""
 
 import ast
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Final, final
+from itertools import pairwise
+from typing import Any, Final, final
 
 _RANK: Final = re.compile(
-    r"(^|_)(rank|is_main|is_master|is_chief|main_process|master|gpu_id|gpu|worker_id|global_zero)(_|$)|rank$",
+    r"(^|_)(rank|is_main|is_master|is_chief|main_process|master|gpu_id|gpu|worker_id|process_index|global_zero)(_|$)|rank$",
     re.IGNORECASE,
 )
 _RANK_CALLS: Final = re.compile(
@@ -20,7 +22,27 @@ _COLLECTIVES: Final = {
     *("gather_into_tensor", "gather_single", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
     *("scatter", "scatter_object_list"),
 }
+_IS_NUMBER: Final = re.compile(r"(rank|gpu(_id)?|process_index|worker_id)$", re.IGNORECASE)
+"""Names of `_RANK` whose value is the rank, and not whether it is a certain one."""
 _RANK_VARIABLES: Final = {"RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"}
+_ENVIRONMENT: Final = re.compile(r"(^|\.)(environ(\.get)?|getenv)$")
+_NUM_RANKS: Final = 64
+"""Tests of a rank are tried for so many ranks: more than any number that scripts compare one with."""
+_WORLD_SIZE: Final = re.compile(
+    r"(^|_)(world_?size|n_?gpus?|n_?procs?|num_?(gpus|ranks|replicas|processes))$", re.IGNORECASE
+)
+_OPERATORS: Final[Mapping[type, Callable[[Any, Any], Any]]] = (
+    {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt}
+    | {ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.Add: operator.add}
+    | {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod, ast.FloorDiv: operator.floordiv}
+    | {ast.In: lambda one, many: one in many, ast.NotIn: lambda one, many: one not in many}
+)
+_KNOWN_CALLS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "int": int,
+    "str": str,
+    "bool": bool,
+    "isinstance": lambda _: True,
+}
 
 
 @final
@@ -121,12 +143,72 @@ class ScriptSource:
                 return True
         return False
 
+    def splits_ranks(self, test: ast.expr, depth: int = 2) -> bool:
+        """Return whether a test holds on some ranks of a run and not on others; what is not known here may do so.
+
+        It is tried with the numbers of ranks. So `rank != -1`, which holds on every rank under a launcher, does not
+        split them, nor does whether there is a rank at all.
+        """
+        if isinstance(test, ast.BoolOp):
+            return any(self.splits_ranks(each, depth) for each in test.values)
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return self.splits_ranks(test.operand, depth)
+        name = last_name(test)
+        if name and not _RANK.search(name):  # a flag, such as `distributed = rank >= 0`
+            values = self.assigned.get(name, []) if depth else []
+            return any(self.splits_ranks(each, depth - 1) for each in values if each is not test)
+        if not self.mentions_rank(test, depth):
+            return False
+        try:
+            return len({bool(self._value_on(test, rank)) for rank in range(_NUM_RANKS)}) > 1
+        except (LookupError, TypeError, ValueError, ZeroDivisionError):
+            return True
+
+    def _value_on(self, node: ast.expr, rank: int, depth: int = 2) -> Any:
+        """Return the value of an expression on a rank; a LookupError is raised where it is not known."""
+
+        def value(part: ast.expr) -> Any:
+            return self._value_on(part, rank, depth)
+
+        name = last_name(node.func if isinstance(node, ast.Call) else node)
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Tuple | ast.List | ast.Set):
+            return list(map(value, node.elts))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value(node.operand)
+        if isinstance(node, ast.BinOp):
+            return _OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.Compare):
+            sides = [value(node.left), *map(value, node.comparators)]
+            return all(_OPERATORS[type(each)](*pair) for each, pair in zip(node.ops, pairwise(sides), strict=True))
+        if name in _KNOWN_CALLS and isinstance(node, ast.Call):
+            return _KNOWN_CALLS[name](value(node.args[0]))
+        return self._value_of_name(node, name, rank, depth)
+
+    def _value_of_name(self, node: ast.expr, name: str, rank: int, depth: int) -> Any:
+        environment = dict.fromkeys(_RANK_VARIABLES, str(rank))
+        if _ENVIRONMENT.search(self.full_name(node)):
+            return environment
+        if isinstance(node, ast.Call) and _ENVIRONMENT.search(self.full_name(node.func)):
+            return environment[self._value_on(node.args[0], rank)]
+        if isinstance(node, ast.Subscript) and _ENVIRONMENT.search(self.full_name(node.value)):
+            return environment[self._value_on(node.slice, rank)]
+        if _WORLD_SIZE.search(name):
+            return _NUM_RANKS
+        if _IS_NUMBER.search(name):
+            return rank
+        values = [each for each in self.assigned.get(name, ()) if depth and self.mentions_rank(each, 0)]
+        if len(values) != 1:
+            raise LookupError(name)
+        return self._value_on(values[0], rank, depth - 1)
+
     def guards(self, node: ast.AST) -> list[tuple[ast.If, bool]]:
-        """Return the rank-dependent `if`s in which a node is, and for each whether it is in the body."""
+        """Return the `if`s around a node that split the ranks, and for each whether the node is in its body."""
         found: list[tuple[ast.If, bool]] = []
         inner: ast.AST = node
         for each in self.ancestors(node):
-            if isinstance(each, ast.If) and self.mentions_rank(each.test) and inner is not each.test:
+            if isinstance(each, ast.If) and self.splits_ranks(each.test) and inner is not each.test:
                 found.append((each, any(inner is statement for statement in each.body)))
             if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
                 break
@@ -134,7 +216,7 @@ class ScriptSource:
         return found
 
     def early_exits(self, node: ast.AST) -> list[ast.If]:
-        """Return the rank-dependent `if`s before a node, in its function, whose body returns."""
+        """Return the `if`s that split the ranks before a node, in its function, and whose body returns."""
         function = self.function_of(node)
         line = getattr(node, "lineno", 0)
         body = getattr(function, "body", [])
@@ -144,7 +226,7 @@ class ScriptSource:
             if isinstance(each, ast.If)
             and each.lineno < line
             and not any(child is node for child in ast.walk(each))
-            and self.mentions_rank(each.test)
+            and self.splits_ranks(each.test)
             and self._leaves(each.body[-1])
         ]
 
@@ -159,7 +241,7 @@ class ScriptSource:
         if self.guards(node) or self.early_exits(node):
             return True
         for each in self.ancestors(node):
-            if isinstance(each, ast.IfExp | ast.BoolOp) and self.mentions_rank(each):
+            if isinstance(each, ast.IfExp | ast.BoolOp) and self.splits_ranks(getattr(each, "test", each)):
                 return True
         function = self.function_of(node)
         if not depth or not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
