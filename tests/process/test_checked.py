@@ -5,15 +5,17 @@ import re
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.process.ranks import Rank, Ranks, call_on_ranks
+from tests.process.ranks import Rank, RankPool, Ranks, call_on_ranks, join_default_group
+from tests.process.scenarios import Claims, Scenario, error_of, everyone, found_in, name_of, scenarios_in, wrong_in
 
 import lockstep as ls
 from lockstep.comm import backends, hosts
@@ -22,10 +24,6 @@ from lockstep.comm.gloo import GlooComparer
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
 Answers = dict[str, Any]
-MISTAKES = (
-    *("operation", "dtype", "shape", "reduce operation", "root", "order"),
-    *("dtype in the ring", "dtype in tree order", "ring on one"),
-)
 WAYS = ("shared memory", "gloo", "apart")
 """Agreement over shared memory, over Gloo, and the group of ranks that seem to be on several hosts."""
 
@@ -44,14 +42,6 @@ def join(way: str, run: ls.Run) -> None:
         PATCHES.setattr(backends, "make_shared_memory_comparer", lambda *_, **_options: None)
     backend = "shm" if way == "apart" else "gloo"
     ls.init_process_group(backend, store=store, rank=run.rank, world_size=run.world_size, check=True)
-
-
-def message_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except ls.CollectiveMismatchError as error:
-        return str(error)
-    return "no error"
 
 
 def odd_calls(rank: int, size: int) -> dict[str, Callable[[], object]]:
@@ -75,105 +65,110 @@ def odd_calls(rank: int, size: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def right_answers(rank: int, size: int) -> Answers:
-    """Make every collective once and say whether it did what it should."""
+def _calls_are_right(rank: int) -> Claims:
+    """Make every collective once."""
+    size = dist.get_world_size()
     mine = torch.full((2,), float(rank))
-    answers: Answers = {}
 
     total = mine.clone()
     dist.all_reduce(total)
-    answers["all_reduce"] = total.tolist() == [sum(range(size))] * 2
+    yield "all_reduce", total.tolist(), [sum(range(size))] * 2
     sent = mine.clone()
     dist.broadcast(sent, 1)
-    answers["broadcast"] = sent.tolist() == [1.0, 1.0]
+    yield "broadcast", sent.tolist(), [1.0, 1.0]
     reduced = mine.clone()
     dist.reduce(reduced, 0, op=dist.ReduceOp.MAX)
-    answers["reduce"] = rank != 0 or reduced.tolist() == [size - 1.0] * 2
+    yield "reduce", reduced.tolist() if rank == 0 else None, [size - 1.0] * 2 if rank == 0 else None
     gathered = [torch.empty(2) for _ in range(size)]
     dist.all_gather(gathered, mine)
-    answers["all_gather"] = [row[0].item() for row in gathered] == list(range(size))
+    yield "all_gather", [row[0].item() for row in gathered], list(range(size))
     group: Any = dist.group.WORLD
     whole = torch.empty(2 * size)
     group._allgather_base(whole, mine).wait()
-    answers["all_gather_into_tensor"] = whole[::2].tolist() == list(range(size))
+    yield "all_gather_into_tensor", whole[::2].tolist(), list(range(size))
     piece = torch.empty(1)
     group._reduce_scatter_base(piece, torch.arange(float(size)), dist.ReduceScatterOptions()).wait()
-    answers["reduce_scatter_tensor"] = piece.item() == rank * size
+    yield "reduce_scatter_tensor", piece.item(), rank * size
     rows = torch.empty(size)
     dist.all_to_all_single(rows, torch.arange(float(size)) + 10 * rank)
-    answers["all_to_all_single"] = rows.tolist() == [10 * peer + rank for peer in range(size)]
-    at_root = [torch.empty(2) for _ in range(size)] if rank == 0 else None
-    dist.gather(mine, at_root)
-    answers["gather"] = at_root is None or [row[0].item() for row in at_root] == list(range(size))
+    yield "all_to_all_single", rows.tolist(), [10 * peer + rank for peer in range(size)]
+    at_root = [torch.empty(2) for _ in range(size)] if rank == 0 else []
+    dist.gather(mine, at_root or None)
+    yield "gather", [row[0].item() for row in at_root], list(range(len(at_root)))
     part = torch.empty(2)
     dist.scatter(part, [torch.full((2,), float(peer)) for peer in range(size)] if rank == 0 else None)
-    answers["scatter"] = part.tolist() == mine.tolist()
-    objects: list[Any] = [None] * size
-    dist.all_gather_object(objects, {"rank": rank})
-    answers["objects"] = objects == [{"rank": peer} for peer in range(size)]
+    yield "scatter", part.tolist(), mine.tolist()
+    yield "objects", everyone({"rank": rank}), [{"rank": peer} for peer in range(size)]
     if rank == 0:
         dist.send(mine, 1)
     elif rank == 1:
         dist.recv(part, 0)
-        answers["messages"] = part.tolist() == [0.0, 0.0]
+        yield "messages", part.tolist(), [0.0, 0.0]
     work = dist.all_reduce(mine, async_op=True)
     assert work is not None
     work.wait()
-    answers["asynchronous"] = mine.tolist() == [sum(range(size))] * 2
-    return answers
+    yield "asynchronous", mine.tolist(), [sum(range(size))] * 2
 
 
-def scenarios(run: ls.Run, way: str) -> Answers:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        join(way, run)
-    answers: Answers = {"warnings": [str(warning.message) for warning in caught if "shm" in str(warning.message)]}
-    answers["mistakes"] = {name: message_of(call) for name, call in odd_calls(run.rank, run.world_size).items()}
-    answers["afterwards"] = right_answers(run.rank, run.world_size)
+def every_rank_hears_of_different_calls_and_the_group_goes_on(rank: int) -> Claims:
+    for mistake, call in odd_calls(rank, dist.get_world_size()).items():
+        message = error_of(call)
+        for said in ("CollectiveMismatchError", "ranks 0 and 1 call ", "; rank 2 calls "):
+            yield mistake, found_in(message, said), said
+    yield from _calls_are_right(rank)
+
+
+def subgroups_are_checked_too(rank: int) -> Claims:
+    # By their numbers in the default group, and in the words of shm: it was "broadcast(root 0, ...)".
     group = dist.new_group([1, 2])
-    if run.rank > 0:
-        answers["subgroup"] = message_of(lambda: dist.all_reduce(torch.ones(2 + run.rank), group=group))
-        answers["subgroup, root"] = message_of(lambda: dist.broadcast(torch.ones(2), run.rank, group=group))
-    with pytest.raises((RuntimeError, ValueError)) as refused:
-        dist.broadcast(torch.ones(2), group_src=7)
-    answers["no such root"] = str(refused.value)
-    ls.destroy_process_group()
-    return answers
+    if rank > 0:
+        for call, said in (
+            (partial(dist.all_reduce, torch.ones(2 + rank)), "rank 1 calls all_reduce(sum, float32 [3])"),
+            (partial(dist.broadcast, torch.ones(2), rank), "rank 2 calls broadcast(from rank 2, float32 [2])"),
+        ):
+            yield "message", found_in(error_of(partial(call, group=group)), said), said
+
+
+def a_root_that_there_is_not_is_refused(_rank: int) -> Claims:
+    message = error_of(lambda: dist.broadcast(torch.ones(2), group_src=7))
+    yield "message", found_in(message.lower(), "root"), "root"
+
+
+@final
+class JoinChecked:
+    """Makes a default group in one of the ways; for a `RankPool`."""
+
+    def __init__(self, way: str) -> None:
+        self._way = way
+
+    def __call__(self, rank: Rank) -> ls.Run:
+        run = join_default_group(rank)
+        join(self._way, run)
+        return run
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def answers(request: pytest.FixtureRequest) -> list[Answers]:
-    return call_on_ranks(3, scenarios, request.param)
+def checked(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    with RankPool(3, JoinChecked(request.param)) as pool:
+        yield pool
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_every_rank_hears_of_different_calls(answers: list[Answers], mistake: str) -> None:
-    messages = {answer["mistakes"][mistake] for answer in answers}
-    assert len(messages) == 1
-    message = messages.pop()
-    assert "ranks 0 and 1 call " in message
-    assert "; rank 2 calls " in message
+@pytest.mark.parametrize("scenario", scenarios_in(globals()), ids=name_of)
+def test_scenario(checked: RankPool, scenario: Scenario) -> None:
+    assert wrong_in(checked, scenario) == []
 
 
-def test_the_group_goes_on_after_a_mismatch(answers: list[Answers]) -> None:
-    assert [name for answer in answers for name, is_right in answer["afterwards"].items() if not is_right] == []
-
-
-def test_subgroups_are_checked_too(answers: list[Answers]) -> None:
-    # By their numbers in the default group, and in the words of shm: it was "broadcast(root 0, ...)".
-    for answer in answers[1:]:
-        assert "rank 1 calls all_reduce(sum, float32 [3])" in answer["subgroup"]
-        assert "rank 2 calls broadcast(from rank 2, float32 [2])" in answer["subgroup, root"]
-
-
-def test_a_root_that_there_is_not_is_refused(answers: list[Answers]) -> None:
-    assert ["root" in answer["no such root"].lower() for answer in answers] == [True] * 3
+def said_of_hosts(run: ls.Run) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        join("apart", run)
+    return [str(warning.message) for warning in caught if "shm" in str(warning.message)]
 
 
 def test_ranks_on_several_hosts_say_so_once() -> None:
-    first, *others = call_on_ranks(3, scenarios, "apart")
-    assert ["ranks 0 and 2 are not on one host" in text for text in first["warnings"]] == [True]
-    assert [other["warnings"] for other in others] == [[], []]
+    first, *others = call_on_ranks(3, said_of_hosts)
+    assert ["ranks 0 and 2 are not on one host" in text for text in first] == [True]
+    assert others == [[], []]
 
 
 def check_by_variable(run: ls.Run) -> str:
@@ -181,7 +176,7 @@ def check_by_variable(run: ls.Run) -> str:
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     ls.destroy_process_group()
     ls.init_process_group("gloo", store=store, rank=run.rank, world_size=run.world_size)
-    return message_of(lambda: dist.all_reduce(torch.ones(1 + run.rank)))
+    return error_of(lambda: dist.all_reduce(torch.ones(1 + run.rank)))
 
 
 def test_the_variable_asks_for_checks() -> None:
@@ -237,7 +232,7 @@ def make_calls_by_default(run: ls.Run) -> Answers:
     for name, mistake in mistakes_of_two(run.rank).items():
         make_groups(run, base, name)
         began = time.monotonic()
-        answers[name] = message_of(mistake)
+        answers[name] = error_of(mistake)
         assert time.monotonic() - began < 60
     make_groups(run, base, "right")
     # Many calls, of which one rank is ahead.
@@ -245,52 +240,32 @@ def make_calls_by_default(run: ls.Run) -> Answers:
         if run.rank == number // 50:
             time.sleep(0.001)
         dist.broadcast(torch.ones(2), 0)
-    answers["right"] = [name for name, is_right in right_answers(run.rank, run.world_size).items() if not is_right]
+    for what, found, expected in _calls_are_right(run.rank):
+        assert found == expected, what
     # What the first one had left in the store was taken for the second one's.
-    answers["made again"] = [sum_of_local_group(run.rank) for _ in range(2)]
+    assert [sum_of_local_group(run.rank) for _ in range(2)] == [3.0, 3.0]
     groups = (None, dist.new_group([0, 1]), dist.new_group(backend="gloo"))
-    answers["backends"] = [dist.get_backend(group) for group in groups]
+    assert [dist.get_backend(group) for group in groups] == ["gloo"] * 3  # that was asked for
     dist.monitored_barrier()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))  # holds for comparisons too
     began = time.monotonic()
     if run.rank == 0:
         with pytest.raises(RuntimeError):
             dist.all_reduce(torch.ones(1))
-        answers["waited"] = time.monotonic() - began
+        assert time.monotonic() - began < 60
     base.set(f"done {run.rank}", "")
     base.wait([f"done {1 - run.rank}"])
     return answers
 
 
-@pytest.fixture(scope="module")
-def default_answers() -> list[Answers]:
-    return call_on_ranks(2, make_calls_by_default)
-
-
-@pytest.mark.parametrize("mistake", mistakes_of_two(0))
-def test_gloo_compares_calls_by_default(default_answers: list[Answers], mistake: str) -> None:
+def test_gloo_compares_calls_by_default() -> None:
     # `new_group` on one rank waited for half an hour, and Gloo aborted the process or added what it got.
-    first, second = (answer[mistake] for answer in default_answers)
+    first, second = call_on_ranks(2, make_calls_by_default)
     assert first == second
-    assert "rank 0 calls " in first
-    assert "rank 1 calls " in first
-    assert len(re.findall(r" at /\S*test_checked\.py:\d+", first)) == 2
-
-
-def test_calls_that_are_right_are_made(default_answers: list[Answers]) -> None:
-    assert [answer["right"] for answer in default_answers] == [[], []]
-
-
-def test_a_group_of_its_members_alone_can_be_made_again(default_answers: list[Answers]) -> None:
-    assert [answer["made again"] for answer in default_answers] == [[3.0, 3.0]] * 2
-
-
-def test_groups_go_by_the_backend_that_was_asked_for(default_answers: list[Answers]) -> None:
-    assert [answer["backends"] for answer in default_answers] == [["gloo"] * 3] * 2
-
-
-def test_a_timeout_that_is_changed_holds_for_comparisons_too(default_answers: list[Answers]) -> None:
-    assert default_answers[0]["waited"] < 60
+    for mistake, message in first.items():
+        assert "rank 0 calls " in message, mistake
+        assert "rank 1 calls " in message, mistake
+        assert len(re.findall(r" at /\S+\.py:\d+", message)) == 2, mistake
 
 
 def be_interrupted(run: ls.Run, way: str) -> tuple[str, str]:
@@ -358,6 +333,7 @@ def die_within_a_call(rank: Rank) -> tuple[int, str]:
     """Rank 1 is killed after calls were compared, when rank 0 is in Gloo's all-reduce."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     ls.init_process_group("gloo", store=rank.store(), rank=rank.number, world_size=2)
+    dist.barrier()  # both are connected: `die_while_connecting` is about that
     group: Any = dist.group.WORLD
     if rank.number == 1:
         group._comparer.publish_call(b"all_reduce(sum, float32 [100000])")

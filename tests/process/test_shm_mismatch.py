@@ -1,18 +1,16 @@
 """Ranks of a "shm" group that do not mean the same: an error on each that names all calls; the group works on.
 
-One launch makes every mistake; each test looks at one.
+Each test runs one scenario, on ranks that stay from one to the next.
 """
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.process.ranks import Rank, Ranks
+from tests.process.scenarios import Claims, ShmScenario, ShmScenarios, error_of, found_in, name_of, scenarios_in
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -25,28 +23,8 @@ SUM = "all_reduce(sum, float32 [3])"
 Mistake = Callable[[int, Any], Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What one rank saw of a mistake."""
-
-    message: str
-    """The error's class and text, or "no error"."""
-    sum_after: list[float]
-    """Of an all-reduce afterwards, over the same group."""
-    result: Any
-    """What the mistake returned beside its error."""
-
-
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(shape, dtype=dtype)
-
-
-def message_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 # -- Collectives: each is called by every rank with its number, and is what that rank does -----------------------------
@@ -70,10 +48,6 @@ def other_operation(rank: int, group: Any) -> Any:
 
 def other_length_by_far(rank: int, group: Any) -> Any:
     return dist.all_reduce(ones(5_000_000) if rank == ODD else ones(3), group=group)
-
-
-def all_different(rank: int, group: Any) -> Any:
-    return dist.all_reduce(ones(rank + 1), group=group)
 
 
 def other_shape_in_the_groups_memory(rank: int, group: Any) -> Any:
@@ -153,20 +127,6 @@ def all_to_all_of_another_length(rank: int, group: Any) -> Any:
     return dist.all_to_all([ones(3) for _ in range(SIZE)], inputs, group)
 
 
-def other_order(rank: int, group: Any) -> Any:
-    """Make two calls, on the odd rank the second first: both are wrong."""
-    calls = [functools.partial(dist.all_reduce, ones(3)), functools.partial(dist.broadcast, ones(3), 0)]
-    first, second = calls[::-1] if rank == ODD else calls
-    try:
-        first(group=group)
-    finally:
-        message = message_of(lambda: second(group=group))
-        other_order_said.append(message)
-
-
-other_order_said: list[str] = []
-
-
 def waited_for_later(rank: int, group: Any) -> Any:
     """Make a wrong call between two that are right, all under way at once."""
     before, wrong, after = ones(3), ones(3 + (rank == ODD)), ones(100_000)
@@ -205,7 +165,6 @@ COLLECTIVES: dict[Mistake, tuple[str, str]] = {
     reduce_scatter_by_another_operation: ("reduce_scatter(sum, float32 [3])", "reduce_scatter(avg, float32 [3])"),
     all_to_all_of_another_dtype: ("all_to_all_single(rows of [], float32 [])", "(rows of [], float16 [])"),
     all_to_all_of_other_rows: ("all_to_all_single(rows of [2], float32 [])", "(rows of [1, 2], float32 [])"),
-    other_order: (SUM, "broadcast(from rank 0, float32 [3])"),
     waited_for_later: (SUM, "all_reduce(sum, float32 [4])"),
     in_a_future: (SUM, "all_reduce(sum, float32 [4])"),
 }
@@ -286,92 +245,75 @@ MESSAGES: dict[Mistake, str] = {
 }
 
 
-ALL = (*COLLECTIVES, *SPLITS, *MESSAGES, all_different, other_dtype_in_a_message_kept_aside)
+def _group_is_as_good_as_before(rank: int, group: Any, what: str) -> Claims:
+    passed, total = torch.zeros(1), torch.full((2,), rank + 1.0)
+    if rank == 0:
+        dist.send(torch.ones(1), ODD, group)
+    if rank == ODD:
+        dist.recv(passed, 0, group)
+        total += passed - 1
+    dist.all_reduce(total, group=group)
+    yield f"a sum after {what}", total.tolist(), [6.0, 6.0]
 
 
-def make_mistakes(rank: Rank) -> dict[str, Found]:
-    found = {}
-    rank.join()
-    number = rank.number
-    group: Any = dist.new_group(backend="shm", timeout=timedelta(seconds=60))
-    for mistake in ALL:
-        message = message_of(lambda mistake=mistake: mistake(number, group))  # type: ignore[misc]
-        passed, total = torch.zeros(1), torch.full((2,), number + 1.0)
-        if number == 0:
-            dist.send(torch.ones(1), ODD, group)
-        if number == ODD:
-            dist.recv(passed, 0, group)
-            total += passed - 1
-        dist.all_reduce(total, group=group)
-        found[mistake.__name__] = Found(message=message, sum_after=total.tolist(), result=None)
-    tensors = [torch.full((length,), float(number)) for length in (3, 400_000)]
-    for tensor in tensors:
-        message_of(lambda tensor=tensor: dist.all_reduce(tensor.view(-1, 1 + (number == ODD) * 2), group=group))  # type: ignore[misc]
-        message_of(lambda tensor=tensor: dist.broadcast(tensor, number % 2, group))  # type: ignore[misc]
-    kept = [tensor.unique().tolist() for tensor in tensors]
-    found["kept"] = Found(message="", sum_after=[], result=kept)
-    found["other order, second call"] = Found(message=other_order_said[0], sum_after=[], result=None)
-    return found
+def every_rank_is_told_both_calls(rank: int, size: int, group: Any) -> Claims:
+    for mistake, (common, odd) in COLLECTIVES.items():
+        message = error_of(partial(mistake, rank, group))
+        for said in ("CollectiveMismatchError", f"ranks 0 and 2 call {common}", "rank 1 calls ", odd):
+            yield mistake.__name__, found_in(message, said), said
+        yield from _group_is_as_good_as_before(rank, group, mistake.__name__)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
-    with Ranks(tmp_path_factory.mktemp("ranks"), SIZE, make_mistakes) as ranks:
-        return ranks.results()
+def every_rank_is_told_which_splits_differ(rank: int, size: int, group: Any) -> Claims:
+    for mistake, splits in SPLITS.items():
+        message = error_of(partial(mistake, rank, group))
+        for said in ("CollectiveMismatchError", splits):
+            yield mistake.__name__, found_in(message, said), said
+        yield from _group_is_as_good_as_before(rank, group, mistake.__name__)
 
 
-def name_of(mistake: Mistake) -> str:
-    return mistake.__name__
+def sender_and_receiver_are_told(rank: int, size: int, group: Any) -> Claims:
+    for mistake, elements in MESSAGES.items():
+        said = f"CollectiveMismatchError: {elements}" if rank < 2 else "no error"
+        yield mistake.__name__, found_in(error_of(partial(mistake, rank, group)), said), said
+        yield from _group_is_as_good_as_before(rank, group, mistake.__name__)
 
 
-@pytest.mark.parametrize("mistake", COLLECTIVES, ids=name_of)
-def test_every_rank_is_told_both_calls(found: list[dict[str, Found]], mistake: Mistake) -> None:
-    common, odd = COLLECTIVES[mistake]
-    for of_rank in found:
-        message = of_rank[mistake.__name__].message
-        assert "CollectiveMismatchError" in message
-        assert f"ranks 0 and 2 call {common}" in message
-        assert "rank 1 calls " in message
-        assert odd in message
+def the_receiver_of_a_message_kept_aside_is_told(rank: int, size: int, group: Any) -> Claims:
+    message = error_of(partial(other_dtype_in_a_message_kept_aside, rank, group))
+    if rank == ODD:
+        said = f"CollectiveMismatchError: {MESSAGES[other_dtype_in_a_message]}"
+        yield "message", found_in(message, said), said
+    yield from _group_is_as_good_as_before(rank, group, "it")
 
 
-@pytest.mark.parametrize("mistake", SPLITS, ids=name_of)
-def test_every_rank_is_told_which_splits_differ(found: list[dict[str, Found]], mistake: Mistake) -> None:
-    for of_rank in found:
-        assert of_rank[mistake.__name__].message.startswith("CollectiveMismatchError")
-        assert SPLITS[mistake] in of_rank[mistake.__name__].message
+def every_call_is_named_when_all_differ(rank: int, size: int, group: Any) -> Claims:
+    message = error_of(lambda: dist.all_reduce(ones(rank + 1), group=group))
+    for other in range(size):
+        said = f"rank {other} calls all_reduce(sum, float32 [{other + 1}])"
+        yield "message", found_in(message, said), said
+    yield from _group_is_as_good_as_before(rank, group, "it")
 
 
-@pytest.mark.parametrize("mistake", MESSAGES, ids=name_of)
-def test_sender_and_receiver_are_told(found: list[dict[str, Found]], mistake: Mistake) -> None:
-    for of_rank in found[:2]:
-        assert of_rank[mistake.__name__].message.startswith(f"CollectiveMismatchError: {MESSAGES[mistake]}")
-    assert found[2][mistake.__name__].message == "no error"
+def calls_in_another_order_are_wrong_each(rank: int, size: int, group: Any) -> Claims:
+    calls = [partial(dist.all_reduce, ones(3), group=group), partial(dist.broadcast, ones(3), 0, group)]
+    expected = [(SUM, "broadcast(from rank 0"), ("broadcast(from rank 0", SUM)]
+    for call, (common, odd) in zip(calls[::-1] if rank == ODD else calls, expected, strict=True):
+        message = error_of(call)
+        for said in (f"ranks 0 and 2 call {common}", f"rank 1 calls {odd}"):
+            yield "message", found_in(message, said), said
+    yield from _group_is_as_good_as_before(rank, group, "them")
 
 
-def test_the_receiver_of_a_message_kept_aside_is_told(found: list[dict[str, Found]]) -> None:
-    message = found[ODD][other_dtype_in_a_message_kept_aside.__name__].message
-    assert f"CollectiveMismatchError: {MESSAGES[other_dtype_in_a_message]}" in message
+def tensors_of_a_wrong_call_stay_as_they_were(rank: int, size: int, group: Any) -> Claims:
+    for length in (3, 400_002):
+        tensor = torch.full((length,), float(rank))
+        shaped = tensor.view(-1, 1 + (rank == ODD) * 2)
+        for call in (partial(dist.all_reduce, shaped, group=group), partial(dist.broadcast, tensor, rank % 2, group)):
+            yield "is an error", error_of(call) == "no error", False
+        yield f"{length} elements", tensor.unique().tolist(), [float(rank)]
 
 
-def test_every_call_is_named_when_all_differ(found: list[dict[str, Found]]) -> None:
-    for of_rank in found:
-        for rank in range(SIZE):
-            assert f"rank {rank} calls all_reduce(sum, float32 [{rank + 1}])" in of_rank["all_different"].message
-
-
-def test_calls_in_another_order_are_wrong_each(found: list[dict[str, Found]]) -> None:
-    for of_rank in found:
-        message = of_rank["other order, second call"].message
-        assert "ranks 0 and 2 call broadcast(from rank 0" in message
-        assert f"rank 1 calls {SUM}" in message
-
-
-@pytest.mark.parametrize("mistake", ALL, ids=name_of)
-def test_the_group_is_as_good_as_before(found: list[dict[str, Found]], mistake: Mistake) -> None:
-    for of_rank in found:
-        assert of_rank[mistake.__name__].sum_after == [6.0, 6.0]
-
-
-def test_tensors_of_a_wrong_call_stay_as_they_were(found: list[dict[str, Found]]) -> None:
-    assert [of_rank["kept"].result for of_rank in found] == [[[float(rank)], [float(rank)]] for rank in range(SIZE)]
+@pytest.mark.parametrize("scenario", scenarios_in(globals()), ids=name_of)
+def test_scenario(shm_scenarios: ShmScenarios, scenario: ShmScenario) -> None:
+    assert shm_scenarios.wrong_in(scenario, SIZE) == []
