@@ -65,7 +65,7 @@ def error_of(call: Callable[[], object]) -> str:
     """Return class and message of the error that a call raises, or `"no error"`."""
     try:
         call()
-    except (LockstepError, RuntimeError, TypeError, ValueError) as error:
+    except (LockstepError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 

@@ -1,14 +1,15 @@
 """The trainer's promise: the same weights, bit for bit, on any number of workers, over any transport."""
 
 import warnings
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.process.ranks import call_on_ranks
+from tests.process.ranks import RankPool, call_on_ranks
+from tests.process.scenarios import Claims, Scenario, error_of, everyone, found_in, name_of, scenarios_in, wrong_in
 from tests.process.training_cases import (
     CASES,
     NUM_EPOCHS,
@@ -19,6 +20,7 @@ from tests.process.training_cases import (
     make_rank_0_slow,
     mean_loss,
 )
+from tests.process.wrapped import all_warnings
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -124,17 +126,6 @@ def test_the_runs_do_something(runs: Runs) -> None:
     assert moved[-1] == [1, 4]
 
 
-def test_a_model_that_is_left_different_on_a_rank_becomes_rank_0s() -> None:
-    def build(run: ls.Run) -> tuple[str, str]:
-        torch.manual_seed(run.rank)
-        model = nn.Linear(3, 2)
-        trainer = ls.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=mean_loss, num_shards=2)
-        return trainer.digest(), state_digest(model.state_dict())
-
-    first, second = call_on_ranks(2, build)
-    assert first == second
-
-
 # -- What goes wrong, on one rank or on all ---------------------------------------------------------------------------
 
 
@@ -166,52 +157,152 @@ class Mistakes:
         return f"{changed}{' skipped' if result.is_skipped else ''}"
 
 
-def make_mistakes(run: ls.Run) -> Answer:
-    found: Answer = {}
-    on_1 = run.rank == 1
-
-    def infinite(loss: Tensor, _batch: Any) -> Tensor:
-        return loss * float("inf") if on_1 else loss
+def errors_are_errors_on_all_workers_and_training_goes_on(rank: int) -> Claims:
+    on_1 = rank == 1
 
     def fail(loss: Tensor, _batch: Any) -> Tensor:
         if on_1:
             raise KeyError("no such image")
         return loss
 
-    stop = Mistakes()
-    stop.spoil = infinite
-    found["infinite"] = stop.try_step(0)
-    stop.spoil = fail
-    found["exception"] = stop.try_step(0)
-    stop.spoil = lambda loss, _batch: loss.detach() if on_1 else loss
-    found["no graph"] = stop.try_step(0)
-    stop.spoil = lambda loss, _batch: loss
-    found["other step"] = stop.try_step(1 if on_1 else 0)
-    found["goes on"] = stop.try_step(0)
+    run = Mistakes()
+    run.spoil = lambda loss, _batch: loss * float("inf") if on_1 else loss
+    found = run.try_step(0)
+    for said in (
+        "LossError: The loss of shard 2, run by rank 1, is inf at epoch 0, step 0",
+        "No parameter was changed",
+    ):
+        yield "a loss that is not finite", found_in(found, said), said
+    for error, spoil in (
+        ("KeyError: 'no such image'", fail),
+        ("LossError: The", lambda loss, _batch: loss.detach() if on_1 else loss),  # no graph
+    ):
+        run.spoil = spoil
+        found = run.try_step(0)
+        told = "ReductionError: Rank 1 raised an error in this step. No parameter was changed on any rank."
+        for said in [error] if on_1 else [told, error]:
+            yield "an error on one worker", found_in(found, said), said
+    run.spoil = lambda loss, _batch: loss
+    said = "rank 1's is epoch 0, step 1, and rank 0's epoch 0, step 0"
+    yield "different batches", found_in(run.try_step(int(on_1)), said), said
+    yield "goes on", run.try_step(0), "changed"
     with torch.no_grad():
-        stop.trainer.model[0].bias.requires_grad_(not on_1)
-    found["frozen"] = stop.try_step(1)
-    stop.trainer.model[0].bias.requires_grad_(True)
-    found["unfrozen"] = stop.try_step(1)
+        run.trainer.model[0].bias.requires_grad_(not on_1)
+    said = "0.bias is no longer trained" if on_1 else "ReductionError"
+    yield "a model that changes on one worker", found_in(run.try_step(1), said), said
+    run.trainer.model[0].bias.requires_grad_(True)
+    yield "unfrozen", run.try_step(1), "changed"
 
     skip = Mistakes(nonfinite="skip")
-    skip.spoil = infinite
-    found["skipped"] = skip.try_step(0)
-    found["place"] = (skip.trainer.cursor.step, skip.trainer.global_step)
+    skip.spoil = lambda loss, _batch: loss * float("inf") if on_1 else loss
+    # Unchanged: BatchNorm's statistics as well, which the forwards of that step have written.
+    yield "skipped", skip.try_step(0), "unchanged skipped"
+    yield "its place", (skip.trainer.cursor.step, skip.trainer.global_step), (1, 1)
     skip.spoil = lambda loss, _batch: loss
-    found["after skipping"] = skip.try_step(1)
-    found["digests"] = stop.trainer.digest(), skip.trainer.digest()
+    yield "after skipping", skip.try_step(1), "changed"
+    yield "digests", *everyone((run.trainer.digest(), skip.trainer.digest()))
+
+
+def an_object_of_torchmetrics_counts_every_sample_once(_rank: int) -> Claims:
     from torchmetrics.classification import MulticlassAccuracy  # here, for it takes every worker a second to import
 
-    theirs = stop.trainer.evaluate(stop.loader, MulticlassAccuracy(num_classes=2, average="micro"))
-    ours = stop.trainer.evaluate(stop.loader, lambda model, batch: ls.accuracy(model(batch[0]), batch[1]))
-    found["accuracy"] = float(theirs), ours["metric"].value
-    found["penalty"] = penalize()
-    found |= disagree(stop, on_1=on_1)
-    return found
+    run = Mistakes()
+    theirs = run.trainer.evaluate(run.loader, MulticlassAccuracy(num_classes=2, average="micro"))
+    ours = run.trainer.evaluate(run.loader, lambda model, batch: ls.accuracy(model(batch[0]), batch[1]))
+    yield "accuracy", float(theirs), pytest.approx(ours["metric"].value, abs=1e-6)
 
 
-def penalize() -> str:
+def ranks_that_disagree_are_told(rank: int) -> Claims:
+    on_1 = rank == 1
+    run = Mistakes()
+    run.try_step(0)
+    # Each worker would have had other weights from then on.
+    group, bias = run.trainer.optimizer.param_groups[0], run.trainer.model[0].bias
+    group["lr"] = 0.2 if on_1 else 0.1
+    found = run.try_step(1)
+    for said in ("The optimizers of ranks 1 and 0 differ at epoch 0, step 1 ", "lr is 0.2 and 0.1. Set options"):
+        yield "options", found_in(found, said), said
+    group["lr"] = 0.1
+    # As where rank 0 alone loads a model, after the trainer was made.
+    before = bias.detach().clone()
+    with torch.no_grad():
+        bias.add_(int(on_1))
+    said = "ParameterMismatchError: Parameter 0.bias has other values on rank 1 than on rank 0"
+    yield "values", found_in(run.try_step(1), said), said
+    with torch.no_grad():
+        bias.copy_(before)
+    yield "agreed", run.try_step(1), "changed"
+
+    said = "Ranks 1 and 0 make their trainers with different arguments: max_grad_norm is 2.0 and 1.0"
+    yield "arguments", found_in(error_of(lambda: Mistakes(max_grad_norm=2.0 if on_1 else 1.0)), said), said
+    said = "ValueError: max_grad_norm is -1.0, expected a number above zero"
+    if not on_1:
+        said = "PeerFailedError: Rank 1 has failed in constructing a Trainer: ValueError: max_grad_norm"
+    yield "argument", found_in(error_of(lambda: Mistakes(max_grad_norm=-1.0 if on_1 else 1.0)), said), said
+
+    def fail(_model: nn.Module, _batch: Any) -> tuple[float, float]:
+        if on_1:
+            raise KeyError("no such metric")
+        return 1.0, 1.0
+
+    message = error_of(lambda: run.trainer.evaluate(run.loader, fail))
+    said = "KeyError: 'no such metric'"
+    yield "metric", message, said if on_1 else f"PeerFailedError: Rank 1 has failed in Trainer.evaluate: {said} (LS213)"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the batch is an old one
+        found = error_of(lambda: run.trainer.step(run.batches[0]) if on_1 else run.trainer.evaluate(run.loader, fail))
+    for said in ("CollectiveMismatchError", "for Trainer.evaluate"):
+        yield "an evaluation on one rank alone", found_in(found, said), said
+
+
+def evaluation_counts_all_while_shards_move(_rank: int) -> Claims:
+    """Evaluate after the step that decides that shards move, and before the step in which they do."""
+    # A shard's sums on two workers were taken for one another: 236 of 320 samples.
+    model = image_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = ls.Trainer(model, optimizer, loss=mean_loss, num_shards=4, balance="speed")
+    make_rank_0_slow(trainer)
+    loader = ls.ShardedLoader(images(), batch_size=4, num_shards=4)
+    splits = []
+    for batch in loader.epoch(0):
+        trainer.step(batch)
+        splits.append(len(batch.ranges[0]))
+    mean = trainer.evaluate(loader, lambda _model, batch: (float(len(batch[1])), float(len(batch[1]))))["metric"]
+    yield "samples", mean.weight, 43.0
+    yield "splits", len(set(splits)), 2
+
+
+def a_model_that_is_left_different_on_a_rank_becomes_rank_0s(rank: int) -> Claims:
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 2)
+    trainer = ls.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=mean_loss, num_shards=2)
+    yield "digests", *everyone((trainer.digest(), state_digest(model.state_dict())))
+
+
+def what_cannot_have_the_same_bits_is_said_before_the_first_step(rank: int) -> Claims:
+    said = []
+    torch.set_num_threads(1 + rank)
+    for num_shards in (4, 2):
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(image_net())
+        optimizer = torch.optim.SGD(model.parameters())
+        with all_warnings() as warned:
+            said.append(error_of(partial(ls.Trainer, model, optimizer, loss=mean_loss, num_shards=num_shards)))
+        said += warned
+    torch.set_num_threads(1)
+    refused, *others = said
+    for part in ("1 is SyncBatchNorm", "4 shards on 2 workers"):
+        yield "refused", found_in(refused, part), part
+    for part in ("as many shards as workers", "Ranks 0 and 1 differ", "threads is 1 and 2"):
+        yield "warned of", found_in("\n".join(others), part), part
+    yield "is accepted", "no error" in others, True
+
+
+@pytest.mark.parametrize("scenario", scenarios_in(globals()), ids=name_of)
+def test_scenario(pair: RankPool, scenario: Scenario) -> None:
+    assert wrong_in(pair, scenario) == []
+
+
+def penalize(_run: ls.Run) -> str:
     """Train with a loss that differentiates, and a model that keeps a number from the second step on."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -230,184 +321,11 @@ def penalize() -> str:
     return trainer.digest()
 
 
-def attempt(call: Callable[[], Any]) -> str:
-    try:
-        return str(call())
-    except Exception as error:  # noqa: BLE001 - what it is, is what is asked
-        return f"{type(error).__name__}: {error}"
-
-
-def disagree(run: Mistakes, *, on_1: bool) -> Answer:
-    """Do on rank 1 what is not done on rank 0."""
-    found: Answer = {}
-    group, bias = run.trainer.optimizer.param_groups[0], run.trainer.model[0].bias
-    group["lr"] = 0.2 if on_1 else 0.1
-    found["options"] = run.try_step(2)
-    group["lr"] = 0.1
-    before = bias.detach().clone()
-    with torch.no_grad():
-        bias.add_(int(on_1))
-    found["values"] = run.try_step(2)
-    with torch.no_grad():
-        bias.copy_(before)
-    found["agreed"] = run.try_step(2)
-
-    def fail(_model: nn.Module, _batch: Any) -> tuple[float, float]:
-        if on_1:
-            raise KeyError("no such metric")
-        return 1.0, 1.0
-
-    found["metric"] = attempt(lambda: run.trainer.evaluate(run.loader, fail))
-    found["arguments"] = attempt(lambda: Mistakes(max_grad_norm=2.0 if on_1 else 1.0))
-    found["wrong argument"] = attempt(lambda: Mistakes(max_grad_norm=-1.0 if on_1 else 1.0))
-    found["balanced"] = evaluate_in_the_midst_of_balancing()
-    alone = (lambda: run.trainer.evaluate(run.loader, fail)) if not on_1 else (lambda: run.trainer.step(run.batches[0]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the batch is an old one
-        found["alone"] = attempt(alone)
-    return found
-
-
-def evaluate_in_the_midst_of_balancing() -> tuple[float, int]:
-    """Evaluate after the step that decides that shards move, and before the step in which they do."""
-    model = image_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = ls.Trainer(model, optimizer, loss=mean_loss, num_shards=4, balance="speed")
-    make_rank_0_slow(trainer)
-    loader = ls.ShardedLoader(images(), batch_size=4, num_shards=4)
-    splits = []
-    for batch in loader.epoch(0):
-        trainer.step(batch)
-        splits.append(len(batch.ranges[0]))
-    mean = trainer.evaluate(loader, lambda _model, batch: (float(len(batch[1])), float(len(batch[1]))))["metric"]
-    return mean.weight, len(set(splits))
-
-
-@pytest.fixture(scope="module")
-def mistakes() -> list[Answer]:
-    return call_on_ranks(2, make_mistakes)
-
-
-def test_a_loss_that_is_not_finite_stops_all_workers_and_is_named(mistakes: list[Answer]) -> None:
-    first, second = (answer["infinite"] for answer in mistakes)
-    assert first == second
-    assert first.startswith("LossError: The loss of shard 2, run by rank 1, is inf at epoch 0, step 0")
-    assert "No parameter was changed" in first
-
-
-@pytest.mark.parametrize(
-    ("what", "error"), [("exception", "KeyError: 'no such image'"), ("no graph", "LossError: The")]
-)
-def test_an_error_on_one_worker_is_one_on_all(mistakes: list[Answer], what: str, error: str) -> None:
-    first, second = (answer[what] for answer in mistakes)
-    assert second.startswith(error)
-    assert first.startswith(
-        "ReductionError: Rank 1 raised an error in this step. No parameter was changed on any rank."
-    )
-    assert error in first
-
-
-def test_workers_on_different_batches_are_told(mistakes: list[Answer]) -> None:
-    first, second = (answer["other step"] for answer in mistakes)
-    assert first == second
-    assert "rank 1's is epoch 0, step 1, and rank 0's epoch 0, step 0" in first
-
-
-def test_a_model_that_changes_on_one_worker_is_named(mistakes: list[Answer]) -> None:
-    assert "ReductionError" in mistakes[0]["frozen"]
-    assert "0.bias is no longer trained" in mistakes[1]["frozen"]
-
-
-def test_a_loss_that_differentiates_is_no_backward_inside_a_backward(mistakes: list[Answer]) -> None:
+def test_a_loss_that_differentiates_is_no_backward_inside_a_backward() -> None:
     # Rank 0 computed its only shard again, to see whether what the model keeps matters, before it looked whether the
     # backward of that shard had run another one: LS522 in step 2, where a loss calls `torch.autograd.grad`.
-    (alone,) = call_on_ranks(1, lambda _run: penalize())
-    assert [answer["penalty"] for answer in mistakes] == [alone] * 2
-
-
-def test_training_goes_on_after_errors(mistakes: list[Answer]) -> None:
-    for answer in mistakes:
-        assert answer["goes on"] == answer["unfrozen"] == answer["after skipping"] == "changed"
-    assert mistakes[0]["digests"] == mistakes[1]["digests"]
-
-
-def test_optimizers_that_differ_are_an_error_on_all(mistakes: list[Answer]) -> None:
-    # Each worker would have had other weights from then on.
-    for answer in mistakes:
-        assert "The optimizers of ranks 1 and 0 differ at epoch 0, step 2 " in answer["options"]
-        assert "lr is 0.2 and 0.1. Set options" in answer["options"]
-
-
-def test_weights_that_differ_are_an_error_on_all(mistakes: list[Answer]) -> None:
-    # As where rank 0 alone loads a model, after the trainer was made.
-    for answer in mistakes:
-        assert "ParameterMismatchError: Parameter 0.bias has other values on rank 1 than on rank 0" in answer["values"]
-        assert answer["agreed"] == "changed"
-
-
-def test_arguments_that_differ_or_are_wrong_on_one_rank_are_an_error_on_all(mistakes: list[Answer]) -> None:
-    for answer in mistakes:
-        assert (
-            "Ranks 1 and 0 make their trainers with different arguments: max_grad_norm is 2.0 and 1.0"
-            in (answer["arguments"])
-        )
-    first, second = (answer["wrong argument"] for answer in mistakes)
-    assert second.startswith("ValueError: max_grad_norm is -1.0, expected a number above zero")
-    assert first.startswith("PeerFailedError: Rank 1 has failed in constructing a Trainer: ValueError: max_grad_norm")
-
-
-def test_a_metric_that_fails_on_one_rank_is_an_error_on_all(mistakes: list[Answer]) -> None:
-    first, second = (answer["metric"] for answer in mistakes)
-    assert second == "KeyError: 'no such metric'"
-    assert first == "PeerFailedError: Rank 1 has failed in Trainer.evaluate: KeyError: 'no such metric' (LS213)"
-
-
-def test_an_evaluation_on_one_rank_alone_is_told_as_that(mistakes: list[Answer]) -> None:
-    for answer in mistakes:
-        assert answer["alone"].startswith("CollectiveMismatchError")
-        assert "for Trainer.evaluate" in answer["alone"]
-
-
-def test_evaluation_counts_all_while_shards_move(mistakes: list[Answer]) -> None:
-    # A shard's sums on two workers were taken for one another: 236 of 320 samples.
-    assert [answer["balanced"] for answer in mistakes] == [(43.0, 2)] * 2
-
-
-def test_an_object_of_torchmetrics_counts_every_sample_once(mistakes: list[Answer]) -> None:
-    for theirs, ours in (answer["accuracy"] for answer in mistakes):
-        assert theirs == pytest.approx(ours, abs=1e-6)
-
-
-def test_a_step_is_skipped_on_all_workers_alike(mistakes: list[Answer]) -> None:
-    for answer in mistakes:
-        # Unchanged: BatchNorm's statistics as well, which the forwards of that step have written.
-        assert answer["skipped"] == "unchanged skipped"
-        assert answer["place"] == (1, 1)
-
-
-def test_what_cannot_have_the_same_bits_is_said_before_the_first_step() -> None:
-    def build(run: ls.Run) -> list[str]:
-        import warnings
-
-        said = []
-        torch.set_num_threads(1 + run.rank)
-        for num_shards in (4, 2):
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(image_net())
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                try:
-                    ls.Trainer(model, torch.optim.SGD(model.parameters()), loss=mean_loss, num_shards=num_shards)
-                except ValueError as error:
-                    said.append(str(error))
-                said += [str(warning.message) for warning in caught]
-        return said
-
-    for said in call_on_ranks(2, build):
-        assert "1 is SyncBatchNorm" in said[0]
-        assert "4 shards on 2 workers" in said[0]
-        assert "as many shards as workers" in said[1]
-        assert "Ranks 0 and 1 differ" in said[2]
-        assert "threads is 1 and 2" in said[2]
+    (alone,) = call_on_ranks(1, penalize)
+    assert call_on_ranks(2, penalize) == [alone] * 2
 
 
 def train_halves(run: ls.Run | None = None) -> list[str]:
