@@ -14,9 +14,9 @@ def run_with_lockstep(source: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_the_compiler_is_not_imported() -> None:
+def test_neither_the_package_nor_optimizers_import_the_compiler_and_torch_is_itself_again_when_somebody_does() -> None:
     source = """
-import sys
+import sys, torch
 from torch import nn
 from lockstep.torch_private.compiler import *
 from lockstep.torch_private.compiler_import import *
@@ -27,34 +27,9 @@ set_inductor_deterministic(True)
 def function(): pass
 skip_frames(function.__code__)
 mark_uncompiled(function)
-assert disable_compiler(lambda: 3)() == 3
+disable_compiler(function)
 forget_compiled_call(dict(vars(net)))
 print("torch._dynamo" in sys.modules, "torch._inductor" in sys.modules)
-"""
-    found = run_with_lockstep(source)
-    assert found == ["False", "False"], "`import lockstep` would take a second longer"
-
-
-def test_a_step_of_the_wrapper_does_not_import_the_compiler() -> None:
-    # The first forward of every drop-in script imported 811 modules, for two decorators: ours and that of a method of
-    # torch's wrapper.
-    source = """
-import sys, torch
-lockstep.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-model = lockstep.DistributedDataParallel(torch.nn.Linear(2, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(3):
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-print("torch._dynamo" in sys.modules, "sympy" in sys.modules)
-"""
-    assert run_with_lockstep(source) == ["False", "False"]
-
-
-def test_optimizers_do_not_import_the_compiler_and_torch_is_itself_again_when_somebody_does() -> None:
-    source = """
-import sys, torch
-from lockstep.torch_private.compiler_import import use_optimizers_without_compiler
 
 num_finders = len(sys.meta_path)
 use_optimizers_without_compiler()  # `import lockstep` has done it already
@@ -66,6 +41,21 @@ optimizer.zero_grad()
 parameter.sum().backward()
 optimizer.step()
 optimizer.load_state_dict(optimizer.state_dict())
+
+def train(differentiable):
+    modes = []
+    parameter = torch.nn.Parameter(torch.arange(3.0))
+    given = parameter.clone() if differentiable else parameter
+    optimizer = torch.optim.SGD([given], lr=0.5, differentiable=differentiable)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    (weight,) = optimizer.param_groups[0]["params"]
+    weight.grad = torch.ones(3)
+    optimizer.step(lambda: modes.append(torch.is_grad_enabled()))
+    modes.append(torch.is_grad_enabled())
+    scheduler.step()
+    return weight.tolist(), modes
+
+ours = train(False), train(True)
 print("torch._dynamo" in sys.modules)
 import torch._dynamo
 wrapped = torch.optim.Optimizer.zero_grad.__wrapped__
@@ -74,38 +64,16 @@ optimizer.zero_grad()
 print(parameter.grad, getattr(wrapped, "__dynamo_disable") is not wrapped)
 steps = [vars(kind)["step"] for kind in vars(torch.optim).values() if isinstance(kind, type) and "step" in vars(kind)]
 print(any("lockstep" in step.__code__.co_filename for step in steps))
+print(ours == (train(False), train(True)), len(ours[0][1]))  # a step without the compiler is torch's step
 """
-    found = run_with_lockstep(source)
-    expected = ["True", "False", "False", "None", "True", "False"]
-    assert found == expected, "the start of a worker: it would take twice the time"
-
-
-@pytest.mark.parametrize("differentiable", [False, True])
-def test_a_step_without_the_compiler_is_torchs_step(differentiable: bool) -> None:
-    source = f"""
-import sys, torch
-modes = []
-
-def train():
-    parameter = torch.nn.Parameter(torch.arange(3.0))
-    given = parameter.clone() if {differentiable} else parameter
-    optimizer = torch.optim.SGD([given], lr=0.5, differentiable={differentiable})
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    (weight,) = optimizer.param_groups[0]["params"]
-    weight.grad = torch.ones(3)
-    optimizer.step(lambda: modes.append(torch.is_grad_enabled()))
-    modes.append(torch.is_grad_enabled())
-    scheduler.step()
-    return weight.tolist()
-
-import lockstep
-ours = train()
-print("torch._dynamo" in sys.modules)
-import torch._dynamo
-print(ours == train(), modes[:2] == modes[2:], len(modes))
-"""
-    found = run_with_lockstep(source)
-    assert found == ["False", "True", "True", "4"]
+    *imported, is_once, has_imported, is_marked, gradient, is_disabled, is_ours, is_torchs, num_modes = (
+        run_with_lockstep(source)
+    )
+    assert imported == ["False", "False"], "`import lockstep` would take a second longer"
+    assert is_once == "True"
+    assert has_imported == "False", "the start of a worker: it would take twice the time"
+    assert [is_marked, gradient, is_disabled, is_ours] == ["False", "None", "True", "False"]
+    assert [is_torchs, num_modes] == ["True", "2"]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
