@@ -195,3 +195,12 @@ def test_a_config_has_known_keys(text: str) -> None:
     values = YAML(typ="safe").load(text)
     required = {"model": "mine:Net", "data": "mine:data"}
     parse_config(required | values, "the page's config")
+
+
+def test_each_variable_that_a_page_names_is_on_the_page_of_variables() -> None:
+    named = re.compile(r"LOCKSTEP_[A-Z_]+")
+    listed = set(named.findall(((ROOT / "docs") / "variables.md").read_text("utf-8"))) - {"LOCKSTEP_"}
+    settings = (ROOT / "src/lockstep/settings.py").read_text("utf-8")
+    assert listed <= {*named.findall(settings)}
+    for page in (ROOT / "docs").glob("*.md"):
+        assert set(named.findall(page.read_text("utf-8"))) - {"LOCKSTEP_"} <= listed, page.name
