@@ -4,7 +4,7 @@ import copy
 import gc
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -373,14 +373,7 @@ def test_a_buffer_that_steps_change_and_no_state_holds_is_warned_of() -> None:
 # -- The fingerprint ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.usefixtures("_float64")
+@pytest.mark.usefixtures("double_precision")
 def test_the_fingerprint_tells_of_switches() -> None:
     training = make(nn.Linear(3, 1, dtype=torch.float32))
     now = training.fingerprint()

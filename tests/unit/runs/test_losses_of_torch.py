@@ -1,7 +1,7 @@
 """A run's gradient with a loss of torch is that of the whole batch, on any number of shards; or the loss is refused."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,15 +16,10 @@ from lockstep.runs.build import as_loss, build_criterion, build_metrics
 from lockstep.runs.config import parse_config
 
 NUM_SAMPLES, NUM_CLASSES, LENGTH = 24, 4, 5
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 CPU = torch.device("cpu")
 CLASS_WEIGHTS = [0.4, 2.2, 6.7, 1.0]
-
-
-@pytest.fixture(autouse=True)
-def _in_double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Net(nn.Module):
