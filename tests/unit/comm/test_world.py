@@ -1,6 +1,5 @@
 """What is refused before a message is sent, and the flat form of a tensor."""
 
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -91,17 +90,14 @@ def make_failing(held: Held) -> Callable[[], None]:
     return fail
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_an_error_of_rank_0_keeps_nothing_alive() -> None:
     # Its traceback had the frame that held it: what the frames hold stayed until a garbage collection.
     held = Held()
     found = weakref.ref(held)
 
     call = make_failing(held)
-    gc.disable()
-    try:
-        with pytest.raises(ValueError, match="no "):
-            current_world().from_first(call)
-        del held, call
-        assert found() is None
-    finally:
-        gc.enable()
+    with pytest.raises(ValueError, match="no "):
+        current_world().from_first(call)
+    del held, call
+    assert found() is None

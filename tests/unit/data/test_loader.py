@@ -1,4 +1,3 @@
-import gc
 import multiprocessing
 import random
 import traceback
@@ -125,6 +124,7 @@ def test_an_abandoned_epoch_does_not_leak_into_the_next() -> None:
 
 
 @pytest.mark.parametrize("is_abandoned", [True, False])
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_a_loader_that_is_dropped_ends_its_processes(is_abandoned: bool) -> None:
     before = set(multiprocessing.active_children())
     whole: ShardedLoader | None = loader(num_workers=1, persistent_workers=not is_abandoned)
@@ -134,13 +134,9 @@ def test_a_loader_that_is_dropped_ends_its_processes(is_abandoned: bool) -> None
         list(epoch)
     (process,) = set(multiprocessing.active_children()) - before
     # At once, and not when the garbage collector comes by: by then torch can no longer tell them to end.
-    gc.disable()
-    try:
-        whole = epoch = None
-        process.join(30)
-        assert process.exitcode == 0
-    finally:
-        gc.enable()
+    whole = epoch = None
+    process.join(30)
+    assert process.exitcode == 0
 
 
 def test_loading_processes_may_come_from_a_fork_server() -> None:
@@ -351,10 +347,6 @@ def world(rank: int, world_size: int) -> World:
 
 def undisturbed(epoch: int = 1) -> Contents:
     return contents(list(ShardedLoader(Noisy(30), world=world(0, 1), batch_size=8, num_shards=4, seed=5).epoch(epoch)))
-
-
-def steps_of(found: Contents, steps: set[int]) -> Contents:
-    return {key: value for key, value in found.items() if key[0] in steps}
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -1,10 +1,7 @@
 """Objects of torch's wrapper become ours in place, for libraries that construct torch's class."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -13,15 +10,7 @@ import lockstep as ls
 from lockstep.parallel.ddp import convert_wrapper
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A group of one rank: torch's reducer needs a group of its own C++ kind."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_an_object_of_torchs_class_becomes_ours_and_keeps_its_arguments() -> None:
     wrapper = DistributedDataParallel(nn.Linear(2, 1), find_unused_parameters=True, bucket_cap_mb=3).eval()
     seen = []
@@ -38,7 +27,7 @@ def test_an_object_of_torchs_class_becomes_ours_and_keeps_its_arguments() -> Non
     assert wrapper.reducer.num_reductions == 1
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_what_would_be_lost_is_refused() -> None:
     wrapper = DistributedDataParallel(nn.Linear(1, 1))
     wrapper.register_comm_hook(None, allreduce_hook)
@@ -50,7 +39,7 @@ class Mine(DistributedDataParallel):
     pass
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_a_subclass_or_another_module_is_refused() -> None:
     with pytest.raises(TypeError, match="A Mine cannot become"):
         convert_wrapper(Mine(nn.Linear(1, 1)))

@@ -1,4 +1,3 @@
-import gc
 import math
 import operator
 import random
@@ -114,17 +113,14 @@ def test_shards_outside_the_run_are_an_error() -> None:
         partial_nodes(2, 5, 4)
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_partials_are_freed_at_once() -> None:
     # A reference cycle once kept the partials alive, so every step allocated new memory for its buckets.
-    gc.disable()
-    try:
-        partials = {(shard, shard + 1): torch.ones(1) for shard in range(3)}
-        added = weakref.ref(partials[0, 1])
-        add_in_tree_order(partials, 3, torch.add)
-        del partials
-        assert added() is None
-    finally:
-        gc.enable()
+    partials = {(shard, shard + 1): torch.ones(1) for shard in range(3)}
+    added = weakref.ref(partials[0, 1])
+    add_in_tree_order(partials, 3, torch.add)
+    del partials
+    assert added() is None
 
 
 # -- Which shards and samples are whose, and seeds ---------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -46,14 +45,6 @@ EXIT = "exit notices: the other ranks would wait for one that is done until thei
 DESTROYED = "a group that was destroyed would be used"
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def make_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     gloo: Any = ProcessGroupGloo
     device = gloo.create_device(hostname="127.0.0.1", lazy_init=True)
@@ -75,7 +66,7 @@ def test_a_default_group_is_named_alike_after_one_that_was_given_up(monkeypatch:
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_groups_are_listed_until_they_are_destroyed() -> None:
     world = dist.group.WORLD
     assert list_groups() == [world], EXIT
@@ -87,7 +78,7 @@ def test_groups_are_listed_until_they_are_destroyed() -> None:
     assert list_groups() == [], DESTROYED
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_each_group_has_a_store_with_keys_of_its_own() -> None:
     group = dist.new_group([0])
     first, second = store_of(default_group()), store_of(group)
@@ -102,7 +93,7 @@ def test_a_group_that_torch_did_not_make_has_no_store() -> None:
     assert store_of(ProcessGroup(HashStore(), 0, 1)) is None, DESTROYED
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_the_default_group_is_the_world() -> None:
     assert default_group() is dist.group.WORLD
     dist.destroy_process_group()
@@ -110,13 +101,13 @@ def test_the_default_group_is_the_world() -> None:
         default_group()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_the_default_timeout_is_that_of_a_group_made_without_one() -> None:
     options: Any = backend_of(default_group(), CPU).options
     assert default_timeout("gloo") == options._timeout, "set-up would wait for another time than torch does"
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_a_group_has_backends_by_device() -> None:
     group = default_group()
     assert CPU in device_types(group), "comparing calls would ask a GPU"
@@ -163,7 +154,7 @@ def test_gloo_has_threads() -> None:
     assert options._threads == 5
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_the_making_of_groups_is_intercepted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_new_process_group_helper", "_set_pg_timeout"):
         monkeypatch.setattr(dist.distributed_c10d, name, getattr(dist.distributed_c10d, name))  # given back at the end
@@ -205,7 +196,7 @@ def test_nccl_has_a_timeout_of_this_name() -> None:
     assert options._timeout == timedelta(seconds=7), "checked groups: NCCL would wait for ten minutes"
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_every_future_is_one() -> None:
     work = dist.all_reduce(torch.ones(2), async_op=True)
     future: Any = work.get_future().then(lambda done: done.value()[0])
@@ -215,7 +206,7 @@ def test_every_future_is_one() -> None:
     assert not isinstance(torch.ones(2), AnyFuture)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_a_mesh_knows_what_it_was_cut_from() -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
     assert root_mesh(mesh) == mesh, "DDP: a model on a mesh of its own would be taken for a tensor-parallel one"
@@ -223,7 +214,7 @@ def test_a_mesh_knows_what_it_was_cut_from() -> None:
     assert mesh["data"] != mesh
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_a_tensor_parallel_module_is_local_between_forwards() -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tensor",))
     net = parallelize_module(nn.Sequential(nn.Linear(2, 2)), mesh, {"0": ColwiseParallel()})
@@ -237,7 +228,7 @@ def test_a_tensor_parallel_module_is_local_between_forwards() -> None:
     assert all(type(each.grad) is Tensor for each in net.parameters())
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_a_group_counts_its_collectives() -> None:
     group = default_group()
     before = count_calls(group)
@@ -249,7 +240,7 @@ def test_a_group_counts_its_collectives() -> None:
     assert count_calls(None) == -1
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_the_backend_of_the_cpu_is_not_aborted() -> None:
     abort_device_backends(default_group())
     dist.all_reduce(torch.ones(2))

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file, save_model
 from tests.unit.checkpoint.test_checkpoint import checkpoint
 from torch import Tensor, nn
-from torch.distributed import HashStore, destroy_process_group, init_process_group
 from torch.distributed.checkpoint import save as save_sharded
 
 from lockstep.checkpoint.file import save_checkpoint, state_digest
@@ -72,12 +71,9 @@ def test_one_of_torchs_data_parallel(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_one_of_torchs_distributed_data_parallel_wrapped_twice(tmp_path: Path) -> None:
-    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        torch.save(nn.parallel.DistributedDataParallel(nn.DataParallel(net())).state_dict(), tmp_path / "a.pt")
-    finally:
-        destroy_process_group()
+    torch.save(nn.parallel.DistributedDataParallel(nn.DataParallel(net())).state_dict(), tmp_path / "a.pt")
     assert "'module.module.' dropped" in assert_same(tmp_path / "a.pt", net()).recognised
 
 

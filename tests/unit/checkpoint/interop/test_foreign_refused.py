@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed import HashStore, destroy_process_group, init_device_mesh, init_process_group
+from torch.distributed import init_device_mesh
 from torch.distributed.checkpoint import save as save_sharded
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -227,13 +227,10 @@ def test_what_is_no_tensor_beside_the_weights_is_named(tmp_path: Path) -> None:
     refuse(tmp_path / "a.pt", "pathlib.PosixPath", "weights_only=False")
 
 
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_one_ranks_pieces_of_sharded_tensors_are_refused(tmp_path: Path) -> None:
-    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        tensor = distribute_tensor(torch.ones(2, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
-        torch.save({"weight": tensor}, tmp_path / "a.pt")
-    finally:
-        destroy_process_group()
+    tensor = distribute_tensor(torch.ones(2, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
+    torch.save({"weight": tensor}, tmp_path / "a.pt")
     refuse(tmp_path / "a.pt", "one rank's part of sharded tensors", "full_state_dict=True")
 
 

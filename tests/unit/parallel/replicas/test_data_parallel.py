@@ -378,25 +378,22 @@ def test_copies_and_pickles_train_on_their_own() -> None:
         torch.save(parallel.replicate(parallel.module, TWO), io.BytesIO())
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_a_forward_leaves_nothing_to_collect() -> None:
     parallel = DataParallel(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), TWO)
     x = torch.randn(4, 1)
     parallel(x).sum().backward()
     gc.collect()
-    gc.disable()
-    try:
-        found = []
-        for _ in range(3):  # threads of other tests may leave something once
-            parallel(x)
-            found.append(gc.collect())
-        assert min(found) == 0
-        output = parallel(x)
-        parts: list[Any] = parallel.replicate(parallel.module, TWO)
-        gone = [weakref.ref(part) for part in parts]
-        del output, parts
-        assert [ref() for ref in gone] == [None, None]
-    finally:
-        gc.enable()
+    found = []
+    for _ in range(3):  # threads of other tests may leave something once
+        parallel(x)
+        found.append(gc.collect())
+    assert min(found) == 0
+    output = parallel(x)
+    parts: list[Any] = parallel.replicate(parallel.module, TWO)
+    gone = [weakref.ref(part) for part in parts]
+    del output, parts
+    assert [ref() for ref in gone] == [None, None]
 
 
 def test_methods_may_be_overridden_as_torchs() -> None:

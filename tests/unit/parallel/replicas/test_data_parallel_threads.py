@@ -258,6 +258,7 @@ def test_the_first_exception_in_time_is_the_cause() -> None:
 
 @pytest.mark.parametrize("has_gradients", [True, False], ids=["in turn", "at once"])
 @pytest.mark.parametrize("error", [OwnError(1, "out of memory"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_an_exception_keeps_nothing_alive_once_it_is_handled(error: BaseException, has_gradients: bool) -> None:
     # An interrupt in a replica beside the caller's left a cycle, with all memory of the forward and the threads in it.
     seen: list[weakref.ref[Tensor]] = []
@@ -270,19 +271,14 @@ def test_an_exception_keeps_nothing_alive_once_it_is_handled(error: BaseExceptio
         return x
 
     model = parallel(fail).eval()
-    gc.collect()
-    gc.disable()
     before = threading.active_count()
-    try:
-        with torch.set_grad_enabled(has_gradients):
-            for _ in range(5):
-                with pytest.raises(type(error)):
-                    model(torch.arange(2))
-        assert len(seen) == 10
-        wait_for(lambda: not any(ref() is not None for ref in seen))
-        assert threading.active_count() <= before + 1
-    finally:
-        gc.enable()
+    with torch.set_grad_enabled(has_gradients):
+        for _ in range(5):
+            with pytest.raises(type(error)):
+                model(torch.arange(2))
+    assert len(seen) == 10
+    wait_for(lambda: not any(ref() is not None for ref in seen))
+    assert threading.active_count() <= before + 1
 
 
 @torch.no_grad()
