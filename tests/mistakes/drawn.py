@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tests.mistakes.script import SAME, WORLD_SIZE, Wrap, batches, correct, dataset, loss_of, mistake, net, sgd, train
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -266,3 +267,45 @@ def a_hook_of_the_optimizer_divides_by_the_local_scale(rank: int, wrap: Wrap):
 
     optimizer.register_step_pre_hook(divide)
     return train(model, optimizer, batches(rank))
+
+
+@mistake(r"added up over the ranks once more", right=None)
+def averaged_gradients_are_summed_again(rank: int, wrap: Wrap):
+    model = wrap(net())
+    optimizer = sgd(model)
+    for data in batches(rank):
+        optimizer.zero_grad()
+        loss_of(model, data).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+    return model
+
+
+@correct(SAME)
+def averaged_gradients_are_multiplied_for_a_sum(rank: int, wrap: Wrap):
+    model = wrap(net())
+    optimizer = sgd(model)
+    for data in batches(rank):
+        optimizer.zero_grad()
+        loss = loss_of(model, data) / 2
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad *= 2  # for the loss of a global sum
+        optimizer.step()
+    return model
+
+
+@correct(SAME)
+def a_loss_is_logged_before_the_step(rank: int, wrap: Wrap):
+    model = wrap(net())
+    optimizer = sgd(model)
+    for data in batches(rank):
+        optimizer.zero_grad()
+        loss = loss_of(model, data)
+        loss.backward()
+        shown = loss.detach().clone()
+        dist.all_reduce(shown)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model

@@ -90,7 +90,7 @@ class WatchedSteps(Check):
     ) -> None:
         self.optimizers = OptimizerSteps()
         self.values = ReplicaValues(model.parameters, lambda: has_optimizer(self._names.keys()), may_read=may_read)
-        self.gradients = StepGradients(reducer, may_read=may_read)
+        self.gradients = StepGradients(reducer, world.world_size, may_read=may_read)
         self.finite = (FiniteGradients if may_read else FiniteGradientsOnDevice)(nonfinite)
         self.outside = OutsideParameters(may_read=may_read)
         self._world = world

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.comm import World, group_store
+from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.errors import LockstepError, ReductionError
 from lockstep.parallel.comparison.check import (
     SWITCH,
@@ -39,7 +40,9 @@ from lockstep.parallel.comparison.check import (
     Reduced,
     Scope,
     others_than_first,
+    warn_once,
 )
+from lockstep.processes.user_line import user_line
 from lockstep.reduce import Reducer
 from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.tensor_bits import glance_at_bits, sum_of_bits
@@ -247,8 +250,10 @@ class StepGradients(Check):
 
     scope = Scope.RUN
 
-    def __init__(self, reducer: "weakref.ref[Reducer]", *, may_read: bool) -> None:
+    def __init__(self, reducer: "weakref.ref[Reducer]", world_size: int, *, may_read: bool) -> None:
         self._reducer = reducer
+        self._world_size = world_size
+        self._sample: tuple[Tensor, int] | None = None
         self._may_read = may_read
         self._turn = 0
         self._seen: list[nn.Parameter] = []
@@ -300,6 +305,9 @@ class StepGradients(Check):
             self._seen = [_parameter_at(buckets, index) for index in sorted(chosen)]
             self._marks = _mark_gradients(self._seen)
             self._first = self._marks[0]
+            gradient = self._seen[0].grad
+            if gradient is not None and not gradient.is_sparse and self._may_read and self._turn <= _NUM_FIRST:
+                self._sample = gradient.flatten()[:_NUM_SEEN].clone(), OPEN_GROUPS.num_calls()
 
     def note_step(self) -> None:
         self._first = _mark_gradients(self._seen[:1])[0] if self._seen else (0, 0)
@@ -309,6 +317,7 @@ class StepGradients(Check):
         reducer = self._reducer()
         if reducer is None or not self._may_read:
             return 0
+        self._warn_of_sum()
         now = _mark_gradients(self._seen)
         was_written = now != self._marks
         if not was_written and self._turn > _NUM_FIRST and self._turn % _NUM_BETWEEN_PARTS:
@@ -324,6 +333,20 @@ class StepGradients(Check):
         ]
         there = [each for each in moved if each is not None]
         return hash((glance_at_bits(*messages, *there), *(each is None for each in moved)))
+
+    def _warn_of_sum(self) -> None:
+        """Warn of gradients that are as many times the mean as there are ranks, after calls of the group (local)."""
+        sample, self._sample = self._sample, None
+        gradient = self._seen[0].grad if self._seen else None
+        if sample is None or gradient is None or not sample[0].any() or OPEN_GROUPS.num_calls() == sample[1]:
+            return
+        if torch.equal(gradient.flatten()[:_NUM_SEEN], sample[0] * self._world_size):
+            warn_once(
+                f"The gradients with which the optimizer steps at {user_line()} are {self._world_size} times the mean "
+                "over the ranks, which the backward had left: they were added up over the ranks once more. Leave that "
+                "all_reduce out, or run the backward under no_sync(). (LS311)",
+                "The gradients with which the optimizer steps",
+            )
 
     def _are_kept(self) -> bool:
         """Return whether `.grad` holds what the last reduction or step has left."""
