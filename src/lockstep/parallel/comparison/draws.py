@@ -18,8 +18,9 @@ so that all ranks choose the same: where two ranks have more than a few of them 
 
 import re
 import types
+import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, islice
 from typing import Any, Final, final
@@ -74,13 +75,13 @@ class SameRandomNumbers(Check):
     def __init__(self, same_data: SameDataWarning, positions: LoaderPositions) -> None:
         self._same_data = same_data
         self._positions = positions
-        self._module: nn.Module | None = None
+        self._module: Callable[[], nn.Module | None] = lambda: None  # weak: the module's hooks hold this
         self._states: dict[str, _State] = {}
         self._drawn: dict[str, int] = {}
         self._num_reductions = 0
 
     def know(self, named: Any, module: nn.Module | None) -> None:  # noqa: ARG002
-        self._module = module
+        self._module = self._module if module is None else weakref.ref(module)
 
     def fill_in(self, status: RankStatus) -> RankStatus:
         place = self._num_reductions - _FIRST_SENT
@@ -118,8 +119,9 @@ class SameRandomNumbers(Check):
 
     def _number_of(self, name: str, num_samples: int) -> int:
         """Return a number for the state of a generator that has given numbers for each sample; else 0 (local)."""
-        drops = self._module is not None and any(
-            "Drop" in type(each).__name__ and getattr(each, "p", 1) and each.training for each in self._module.modules()
+        module = self._module()
+        drops = module is not None and any(
+            "Drop" in type(each).__name__ and getattr(each, "p", 1) and each.training for each in module.modules()
         )
         fewest = 1 if name == "device" or (drops and name == "torch") else max(2, num_samples)
         return 1 + hash(self._states[name]) if self._drawn.get(name, 0) >= fewest else 0
