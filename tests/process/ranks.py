@@ -317,6 +317,14 @@ def _call(rank: Rank, packed: bytes) -> None:
     ls.destroy_process_group()
 
 
+def wait_until(is_so: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
+    """Return when something is so; an error of the test where it is not in time."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+
+
 def names_in(folder: str) -> list[str]:
     """Return the names of all that is in a folder."""
     return sorted(entry.name for entry in Path(folder).iterdir())

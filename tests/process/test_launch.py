@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.process import warm
+from tests.process.ranks import wait_until
 
 import lockstep as ls
 from lockstep.devices import Device, Placement
@@ -387,11 +388,7 @@ def test_a_function_of_a_script_may_use_torchs_backends(tmp_path: Path) -> None:
 )
 def test_no_worker_outlives_the_launcher(tmp_path: Path, how: signal.Signals, workers: int) -> None:
     process = start_script(tmp_path, "'wait'", f"cpu:{workers}")
-    deadline = time.monotonic() + 100
-    while not all((tmp_path / f"ready-{rank}").exists() for rank in range(workers)):
-        assert time.monotonic() < deadline, "the workers did not start"
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
+    wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(workers)), "the workers")
     started = workers_of(process.pid)
     assert len(started) >= workers
     process.send_signal(how)
@@ -426,10 +423,7 @@ def test_workers_that_handle_sigterm_may_save_and_return(tmp_path: Path, how: st
     # The launcher once ended at once, and the workers with it.
     (tmp_path / "script.py").write_text(STOPPING)
     process = warm.Popen([sys.executable, "script.py", how], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 100
-    while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline, "the workers did not start"
-        time.sleep(0.05)
+    wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)), "the workers")
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=100)
     assert process.returncode == code, err
@@ -545,17 +539,11 @@ def test_what_a_worker_has_started_ends_with_it(how: signal.Signals | None, tmp_
     command = [sys.executable, "script.py", "fail" if how is None else "wait"]
     process = warm.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     noted = tmp_path / "child"
-    deadline = time.monotonic() + 100
-    while not (noted.exists() and noted.read_text().endswith("\n")):
-        assert time.monotonic() < deadline, "the worker did not start"
-        time.sleep(0.05)
+    wait_until(lambda: noted.exists() and noted.read_text().endswith("\n"), "the worker")
     if how is not None:
         process.send_signal(how)
     process.communicate(timeout=100)
-    deadline = time.monotonic() + 60
-    while not has_ended(int(noted.read_text())):
-        assert time.monotonic() < deadline, "what the worker has started runs on"
-        time.sleep(0.05)
+    wait_until(lambda: has_ended(int(noted.read_text())), "the end of what the worker has started")
 
 
 def test_a_worker_that_closes_every_descriptor_is_a_failure_and_no_hang() -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
+from tests.process.ranks import wait_until
 from typer.testing import CliRunner
 
 from lockstep.checkpoint.file import load_checkpoint
@@ -226,10 +227,7 @@ def disturb(folder: Path, problems: list[BaseException]) -> None:
     run_dir = folder / "run"
     try:
         first = pids_of(run_dir, 2)
-        deadline = time.monotonic() + 100
-        while not (run_dir / "metrics.jsonl").exists():  # then every worker has made its trainer
-            assert time.monotonic() < deadline, "the training did not begin"
-            time.sleep(0.02)
+        wait_until((run_dir / "metrics.jsonl").exists, "the first step: then every worker has made its trainer")
         os.kill(first[0], signal.SIGKILL)
         replaced = pids_of(run_dir, 2, but=first[0])
         assert replaced[0] == first[1]
@@ -283,10 +281,7 @@ def test_a_run_whose_workers_are_all_killed_goes_on_from_its_newest_checkpoint(
 def kill_loading_process(folder: Path, problems: list[BaseException]) -> None:
     try:
         worker = psutil.Process(pids_of(folder / "run", 2)[1])
-        deadline = time.monotonic() + 100
-        while not (folder / "run" / "metrics.jsonl").exists() or not worker.children():
-            assert time.monotonic() < deadline, "no process loads samples"
-            time.sleep(0.02)
+        wait_until(lambda: (folder / "run" / "metrics.jsonl").exists() and worker.children(), "a loading process")
         worker.children()[0].kill()
     except BaseException as problem:  # noqa: BLE001 - raised in the main thread
         problems.append(problem)

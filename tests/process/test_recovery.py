@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mortal_training import Kills, train
+from tests.process.ranks import wait_until
 from torch import nn
 
 import lockstep as ls
@@ -160,11 +161,10 @@ def test_a_worker_that_has_returned_and_is_killed_counts_and_one_that_has_not_is
         if rank == 1:
             threading.Thread(target=end_when_returned, daemon=True).start()
             return rank
-        deadline = time.monotonic() + 100
-        for other in ("1", "2"):
-            while not (folder / other).exists() or Path("/proc", (folder / other).read_text()).exists():
-                assert time.monotonic() < deadline, f"worker {other} is not looked after"
-                time.sleep(0.01)
+        notes = (folder / "1", folder / "2")
+        wait_until(
+            lambda: all(each.exists() and not Path("/proc", each.read_text()).exists() for each in notes), "ends"
+        )
         assert trainer.digest()
         return rank
 
@@ -186,10 +186,7 @@ def test_a_worker_that_has_returned_does_not_wait_for_one_that_ends(tmp_path: Pa
             os.kill(os.getpid(), signal.SIGKILL)
         if run.rank == 2:
             Generations.has_next = property(lambda _self: False)  # type: ignore[method-assign,assignment]
-            deadline = time.monotonic() + 50
-            while not (folder / "waits").exists():
-                assert time.monotonic() < deadline, "worker 0 does not come to the meeting"
-                time.sleep(0.01)
+            wait_until((folder / "waits").exists, "worker 0 in the meeting", 50)
             return 2
         join = Generations.join_next
 

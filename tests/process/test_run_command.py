@@ -5,14 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests.process.ranks import wait_until
 from typer.testing import CliRunner
 
 from lockstep.cli.main import app
@@ -45,14 +45,7 @@ def bearing(marker: str) -> list[psutil.Process]:
 
 def wait_until_gone(marker: str, launcher: subprocess.Popen[bytes], seconds: float = GONE_SECONDS) -> None:
     """Wait for the end of everything but the launcher, which has to say something after it."""
-    wait_until(lambda: {process.pid for process in bearing(marker)} <= {launcher.pid}, seconds, "the end of everything")
-
-
-def wait_until(is_so: Callable[[], object], seconds: float = 100.0, what: str = "it") -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.02)
+    wait_until(lambda: {process.pid for process in bearing(marker)} <= {launcher.pid}, "the end of everything", seconds)
 
 
 def write(folder: Path, text: str, name: str = "script.py") -> None:
@@ -178,24 +171,16 @@ def test_an_interrupt_before_anything_began_is_one_line() -> None:
 
 
 FOR_LAUNCH = """
-import argparse, torch, torch.distributed as dist
+import argparse, os, torch, torch.distributed as dist
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int)
 parser.add_argument("--lr", type=float)
 arguments = parser.parse_args()
 dist.init_process_group("gloo", init_method="env://")
-total = torch.tensor([float(dist.get_rank() + 1)])
-dist.all_reduce(total)
-print("sum", total.item(), "local rank", arguments.local_rank, "lr", arguments.lr)
-dist.destroy_process_group()
-"""
-FOR_TORCHRUN = """
-import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
 assert dist.get_rank() == int(os.environ["RANK"]) and dist.get_node_local_rank() == int(os.environ["LOCAL_RANK"])
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
 model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
-print("gradient", model.module.weight.grad.tolist())
+print("gradient", model.module.weight.grad.tolist(), "local rank", arguments.local_rank, "lr", arguments.lr)
 dist.destroy_process_group()
 """
 FOR_SPAWN = """
@@ -217,17 +202,11 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_for_torch_distributed_launch_runs_unchanged(tmp_path: Path) -> None:
+def test_a_script_for_torchrun_or_torch_distributed_launch_runs_unchanged(tmp_path: Path) -> None:
     write(tmp_path, FOR_LAUNCH)
-    found = run(tmp_path, "--workers", "2", "--local_rank", "script.py", "--lr=0.5")
-    expected = [f"[rank {rank}] sum 3.0 local rank {rank} lr 0.5" for rank in (0, 1)]
+    found = run(tmp_path, "--devices", "cpu:2", "--no-prefix", "--local_rank", "script.py", "--lr=0.5")
+    expected = [f"gradient [[0.5, 0.5]] local rank {rank} lr 0.5" for rank in (0, 1)]
     assert sorted(found.stdout.splitlines()) == expected, found.stderr
-
-
-def test_a_script_for_torchrun_runs_unchanged(tmp_path: Path) -> None:
-    write(tmp_path, FOR_TORCHRUN)
-    found = run(tmp_path, "--devices", "cpu:2", "--no-prefix", "script.py")
-    assert found.stdout.splitlines() == ["gradient [[0.5, 0.5]]"] * 2, found.stderr
 
 
 def test_a_script_that_spawns_its_processes_itself_runs_unchanged(tmp_path: Path) -> None:
@@ -366,7 +345,7 @@ def test_a_process_that_is_left_and_writes_on_does_not_keep_the_launcher(tmp_pat
     found = run(tmp_path, "--workers", "2", "script.py", marker, timeout=100)
     assert found.returncode == 0
     assert sorted(line[:16] for line in found.stdout.splitlines())[:2] == ["[rank 0] started", "[rank 0] still h"]
-    wait_until(lambda: not bearing(marker), what="the writers, whose pipes are closed now")
+    wait_until(lambda: not bearing(marker), "the writers, whose pipes are closed now")
 
 
 def test_a_worker_that_is_killed_is_reported_with_the_signal_and_its_last_lines(tmp_path: Path) -> None:
@@ -412,7 +391,7 @@ def start_waiting(folder: Path, marker: str, *arguments: str, **options) -> subp
     write(folder, WAITING)
     command = [*options.pop("before", ()), *COMMAND, "--workers", "2", "script.py", marker, *arguments]
     process = subprocess.Popen(command, cwd=folder, **options)
-    wait_until(lambda: all((folder / f"ready-{rank}").exists() for rank in (0, 1)), what="the workers")
+    wait_until(lambda: all((folder / f"ready-{rank}").exists() for rank in (0, 1)), "the workers")
     assert len(bearing(marker)) == 1 + 2 * 3
     return process
 
@@ -433,7 +412,7 @@ def test_scripts_that_save_when_asked_to_stop_can_say_so(tmp_path: Path) -> None
     wait = "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
     write(tmp_path, wait + 'open(f"ready-{os.environ[\'RANK\']}", "w").close()\ntime.sleep(300)\n')
     process = subprocess.Popen([*COMMAND, "--workers", "2", "--grace", "20", "script.py"], cwd=tmp_path)
-    wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)), what="the workers")
+    wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)), "the workers")
     process.terminate()
     assert process.wait(100) == 75
 

@@ -4,12 +4,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.process.ranks import wait_until
 from torch import Tensor, nn
 
 import lockstep as ls
@@ -18,9 +18,6 @@ from lockstep.errors import UsageError
 from lockstep.launch.control import CONTROL_NAME, ask, connect
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
-
-SECONDS = 100
-"""How long the test waits for each of the things that must happen."""
 
 
 def note(path: Path, text: str) -> None:
@@ -96,15 +93,8 @@ class Places:
                     found[rank] = pid
             return sorted(found) == list(range(world_size))
 
-        wait_for(is_so, f"{world_size} workers")
+        wait_until(is_so, f"{world_size} workers")
         return found
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"there was no sign of {what}"
-        time.sleep(0.02)
 
 
 def request(folder: Path, **fields: Any) -> list[dict[str, Any]]:
@@ -126,7 +116,7 @@ def test_a_run_grows_shrinks_and_replaces_a_silent_worker(tmp_path: Path) -> Non
     def disturb() -> None:
         places = Places(tmp_path)
         try:
-            wait_for((tmp_path / CONTROL_NAME).exists, "the socket")
+            wait_until((tmp_path / CONTROL_NAME).exists, "the socket")
             first = places.wait(2)
             assert (tmp_path / CONTROL_NAME).stat().st_mode & 0o777 == 0o600
             said.extend(request(tmp_path, op="resize", workers=9))

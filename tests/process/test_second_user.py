@@ -8,7 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.process.test_run_command import COMMAND, wait_until
+from tests.process.ranks import wait_until
+from tests.process.test_run_command import COMMAND
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it takes another user's id")
 NOBODY = 65534
@@ -86,7 +87,7 @@ def test_another_user_cannot_join_a_launch(way: str, tmp_path: Path) -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, text=True, stdout=pipe, stderr=pipe, stdin=pipe) as launcher:
         try:
-            wait_until(lambda: len(list(tmp_path.glob("here-*"))) == 2, seconds=90, what="both workers")
+            wait_until(lambda: len(list(tmp_path.glob("here-*"))) == 2, "both workers")
             ports = listening(psutil.Process(launcher.pid))
             assert len(ports) == (2 if way == "torch" else 1)
             workers = psutil.Process(launcher.pid).children()
