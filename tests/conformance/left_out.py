@@ -17,8 +17,6 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """One test that is left out."""
-
     reason: Reason
     detail: str
     """What it is, in this test."""

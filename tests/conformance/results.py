@@ -11,8 +11,6 @@ STATUSES = ("passed", "failed", "skipped")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The outcome of one test method."""
-
     test: str
     status: str
     """One of `STATUSES`."""
@@ -41,7 +39,6 @@ class Results:
     outcomes: tuple[Outcome, ...]
 
     def count(self, status: str) -> int:
-        """Return how many tests ended in `status`."""
         return Counter(outcome.status for outcome in self.outcomes)[status]
 
 
@@ -53,13 +50,11 @@ def after(outcome: Outcome, before: Outcome | None) -> Outcome:
 
 
 def save(results: Results, path: Path) -> None:
-    """Write `results` as JSON, making the folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(results), indent=1) + "\n", "utf-8")
 
 
 def load(path: Path) -> Results:
-    """Read what `save` wrote."""
     fields = json.loads(path.read_text("utf-8"))
     outcomes = tuple(Outcome(**outcome) for outcome in fields.pop("outcomes"))
     return Results(**{**fields, "conditions": tuple(fields["conditions"])}, outcomes=outcomes)
@@ -101,5 +96,4 @@ def _names_an_error(line: str) -> bool:
 
 
 def in_order(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
-    """Return outcomes by name of test."""
     return tuple(sorted(outcomes, key=lambda outcome: outcome.test))

@@ -38,8 +38,6 @@ WORLD_SIZES = (2, 4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What is asked of one run."""
-
     selection: Selection
     everything: bool
     """Whether those that are left out run as well."""
@@ -50,7 +48,6 @@ class Order:
 
     @property
     def left_out(self) -> set[str]:
-        """The tests that this run leaves out."""
         asks_ours = self.selection.wrapper == "lockstep" and not self.everything
         return {test for test in LEFT_OUT if self.selection.chooses(test)} if asks_ours else set()
 
@@ -88,7 +85,6 @@ def run_all(order: Order, folder: Path) -> Results:
 
 
 def parse(arguments: Sequence[str]) -> Order:
-    """Return what the command line orders."""
     parser = argparse.ArgumentParser(prog="torch_ddp", description=__doc__.splitlines()[0])
     parser.add_argument("--wrapper", required=True, choices=["lockstep", "torch"], help="whose class the tests get")
     parser.add_argument("--backend", default="gloo")
@@ -114,7 +110,6 @@ def parse(arguments: Sequence[str]) -> Order:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run, write and compare; return the exit status."""
     order = parse(arguments)
     with tempfile.TemporaryDirectory(prefix="conformance-", ignore_cleanup_errors=True) as folder:
         found = run_all(order, Path(folder))

@@ -37,8 +37,6 @@ from tests.conformance.results import Outcome, Results
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What to run, and how."""
-
     backend: str
     world_size: int
     conditions: tuple[str, ...]
@@ -50,7 +48,6 @@ class Selection:
     """Whose DistributedDataParallel the tests get, "torch" or "lockstep"; see `torch_ddp`."""
 
     def chooses(self, test: str) -> bool:
-        """Whether a pattern matches the name of `test`."""
         return any(fnmatch(test, pattern) for pattern in self.patterns)
 
 
@@ -146,7 +143,6 @@ def parse(arguments: Sequence[str]) -> tuple[Selection, Path | None, Path | None
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run, write and compare; return the exit status."""
     selection, output, compare = parse(arguments)
     with tempfile.TemporaryDirectory(prefix="conformance-", ignore_cleanup_errors=True) as folder:
         found = run_all(selection, Path(folder))

@@ -19,7 +19,6 @@ CAUSES = {"exception": "planted", "out of memory": "out of memory", "assert": "d
 
 
 def fill_memory() -> Tensor:
-    """Allocate until it is refused, and keep what there is."""
     torch.cuda.set_per_process_memory_fraction(0.02)
     held, size = [], 2**28
     while True:
@@ -32,8 +31,6 @@ def fill_memory() -> Tensor:
 
 
 class Fault(torch.autograd.Function):
-    """Fails in its backward."""
-
     @staticmethod
     def forward(ctx: Any, values: Tensor, kind: str) -> Tensor:
         ctx.kind = kind

@@ -14,7 +14,6 @@ from tests.mistakes.scripts import SCRIPTS
 
 
 def main() -> None:
-    """Run the scripts that were asked for, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.mistakes", description=__doc__)
     parser.add_argument("--backend", choices=("shm", "gloo"), default="shm")
     parser.add_argument("--wrapper", choices=("lockstep", "torch"), default="lockstep")

@@ -15,8 +15,6 @@ LIMIT_SECONDS = 45.0
 
 
 class Verdict(StrEnum):
-    """What came of a script."""
-
     RIGHT = "RIGHT"
     """Every rank has the right result."""
     TOLD = "TOLD"
@@ -48,8 +46,6 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one rank reported."""
-
     messages: tuple[Message, ...]
     """What the user of this rank got to read, in order."""
     result: list[Tensor] | None
@@ -75,7 +71,6 @@ class Outcome:
 
 
 def judge(script: Script, reports: Sequence[Report]) -> Outcome:
-    """Return what came of a script."""
     return Outcome(verdict=_verdict(script, reports), reports=tuple(reports))
 
 

@@ -141,7 +141,6 @@ class _Reader:
         self._line.send_bytes(pickle.dumps((kind, value)))
 
     def add(self, kind: str, text: str) -> None:
-        """Pass on a message."""
         message = Message(kind=kind, text=text, seconds=time.monotonic() - self._start)
         self.send("message", message)
 

@@ -66,14 +66,12 @@ def net(*, dropout: float = 0.0, norm: bool = False, seed: int = 0) -> nn.Sequen
 
 
 def batch(step: int, rank: int, size: int = 4) -> Batch:
-    """Return the batch of a rank in a step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     inputs = torch.randn(size, 4, generator=generator)
     return inputs, torch.randint(3, (size,), generator=generator)
 
 
 def batches(rank: int, steps: int = 6, size: int = 4) -> Iterator[Batch]:
-    """Yield the batches of a rank."""
     return (batch(step, rank, size) for step in range(steps))
 
 
@@ -85,17 +83,14 @@ def whole(steps: int = 6, size: int = 4) -> Iterator[Batch]:
 
 
 def dataset(length: int = 32) -> TensorDataset:
-    """Return a dataset of inputs and labels."""
     return TensorDataset(*batch(99, 0, length))
 
 
 def loss_of(model: Any, data: Batch) -> Tensor:
-    """Return the mean loss of a model on a batch."""
     return nn.functional.cross_entropy(model(data[0]), data[1])
 
 
 def sgd(model: nn.Module, lr: float = 0.1, **options: Any) -> torch.optim.SGD:
-    """Return SGD for all parameters of a model."""
     return torch.optim.SGD(model.parameters(), lr=lr, **options)
 
 

@@ -24,8 +24,6 @@ def section_of(code: str, language: str = ENGLISH) -> str:
 
 
 class Net(nn.Module):
-    """A body and a head."""
-
     def __init__(self, num_classes: int = 3) -> None:
         super().__init__()
         self.body = nn.Linear(8, 16)
@@ -37,7 +35,6 @@ class Net(nn.Module):
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean loss of a slice."""
     inputs, labels = batch
     return nn.functional.cross_entropy(model(inputs), labels)
 

@@ -32,7 +32,6 @@ class Page:
             self.send(f"{domain}.enable")
 
     def send(self, method: str, **parameters: Any) -> Any:
-        """Send a command and return its result."""
         return self._run(self._send(method, parameters))
 
     def open(self, path: Path) -> None:
@@ -41,7 +40,6 @@ class Page:
         self.wait_until("document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of an expression in JavaScript."""
         result = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")

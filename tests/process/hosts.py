@@ -79,7 +79,6 @@ class Hosts:
 
     @staticmethod
     def address(number: int) -> str:
-        """Return the address of a host."""
         return f"10.77.0.{number + 1}"
 
     def start(self, number: int, *command: str, variables: Mapping[str, str] | None = None) -> subprocess.Popen[str]:

@@ -69,7 +69,6 @@ class Rank:
         return dist.FileStore(f"{self._folder}/store", self.size)
 
     def say(self, value: Any = None) -> None:
-        """Send the test a message."""
         self._line.send(("said", value))
 
     def hear(self) -> Any:
@@ -85,7 +84,6 @@ class Rank:
             os._exit(0)
 
     def has_mail(self) -> bool:
-        """Return whether there is a message of the test."""
         return self._line.poll(0)
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -127,7 +125,6 @@ class Ranks:
             line.close()
 
     def pid(self, rank: int) -> int:
-        """Return the process of a rank."""
         pid = self._processes[rank].pid
         assert pid is not None
         return pid
@@ -165,7 +162,6 @@ class Ranks:
         return [said[rank] for rank in range(len(self._lines))]
 
     def say(self, rank: int, value: Any = None) -> None:
-        """Tell a rank something."""
         self._lines[rank].send(value)
 
     def result(self, rank: int, within: float = PATIENCE) -> Any:
@@ -177,7 +173,6 @@ class Ranks:
                 return value
 
     def results(self, within: float = PATIENCE) -> list[Any]:
-        """Return what the function returned on every rank."""
         return [self.result(rank, within) for rank in range(len(self._lines))]
 
     def send_signal(self, rank: int, number: signal.Signals) -> float:
@@ -326,7 +321,6 @@ def wait_until(is_so: Callable[[], object], what: str, seconds: float = PATIENCE
 
 
 def names_in(folder: str) -> list[str]:
-    """Return the names of all that is in a folder."""
     return sorted(entry.name for entry in Path(folder).iterdir())
 
 

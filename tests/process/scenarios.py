@@ -36,7 +36,6 @@ def scenarios_in(module: dict[str, Any]) -> list[Any]:
 
 
 def name_of(scenario: Callable[..., Claims]) -> str:
-    """Return the name of a scenario."""
     return scenario.__name__
 
 
@@ -107,7 +106,6 @@ class ShmScenarios:
         return [line for lines in self._pools[world_size, backend].run(_run_one, scenario) for line in lines]
 
     def close(self) -> None:
-        """Stop the ranks."""
         self._stack.close()
 
 

@@ -152,7 +152,6 @@ def train(folder: Path, workers: int, deaths: str = "", *overrides: str) -> Outc
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Return the undisturbed run."""
     return train_here(tmp_path_factory.mktemp("whole"))
 
 

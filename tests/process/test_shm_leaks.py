@@ -46,8 +46,6 @@ PIDFD_GETFD = 438
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What a process has."""
-
     num_descriptors: int
     num_threads: int
     num_mappings: int

@@ -167,7 +167,6 @@ class Runs:
         self.digest = train_here(folder, folder / "whole")
 
     def copy_to(self, folder: Path) -> None:
-        """Copy the stopped run into another folder."""
         shutil.copytree(self.folder / "run", folder / "run")
 
 

@@ -40,12 +40,10 @@ MEANS_OF_TWO = [[1.5] * 3] * 3, [[4.5] * 3]
 
 
 def gradient(parameter: Tensor) -> Any:
-    """Return the gradient as a list, None if there is none."""
     return None if parameter.grad is None else parameter.grad.tolist()
 
 
 def gradients_of_two(net: Two) -> tuple[Any, Any]:
-    """Return both gradients."""
     return gradient(net.first.weight), gradient(net.second.weight)
 
 

@@ -40,8 +40,6 @@ def reduce_over_ranks(tensors: Sequence[Tensor], operation: Any) -> Tensor:
 
 
 def all_reduce(operation: Any) -> Combine:
-    """Every rank receives the reduction of each tensor."""
-
     def combine(given: PerRank) -> PerRank:
         reduced = [reduce_over_ranks(tensors, operation) for tensors in zip(*given, strict=True)]
         return [reduced for _ in given]
@@ -50,13 +48,10 @@ def all_reduce(operation: Any) -> Combine:
 
 
 def broadcast(root: int) -> Combine:
-    """Every rank but the root receives the root's tensor."""
     return lambda given: [[] if rank == root else given[root] for rank in range(len(given))]
 
 
 def reduce_to(operation: Any, root: int) -> Combine:
-    """The root receives the reduction."""
-
     def combine(given: PerRank) -> PerRank:
         reduced = [reduce_over_ranks([tensor for (tensor,) in given], operation)]
         return [reduced if rank == root else [] for rank in range(len(given))]
@@ -65,7 +60,6 @@ def reduce_to(operation: Any, root: int) -> Combine:
 
 
 def all_gather(given: PerRank) -> PerRank:
-    """Every rank receives, for each tensor, that of every rank, in rank order."""
     gathered = [tensor for tensors in zip(*given, strict=True) for tensor in tensors]
     return [gathered for _ in given]
 
@@ -77,7 +71,6 @@ def all_gather_single(given: PerRank) -> PerRank:
 
 
 def gather_to(root: int) -> Combine:
-    """The root receives one tensor of every rank."""
     return lambda given: [[tensor for (tensor,) in given] if rank == root else [] for rank in range(len(given))]
 
 

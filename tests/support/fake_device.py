@@ -50,25 +50,20 @@ class FakeStream:
         self._owner.stream = self._before.pop()
 
     def wait_stream(self, other: "FakeStream") -> None:
-        """Come after all that the other stream has by now."""
         merge(self.clock, other.clock)
 
     def wait_event(self, event: "FakeEvent") -> None:
-        """Come after the event."""
         merge(self.clock, event.clock)
 
     def record_event(self, event: "FakeEvent | None" = None) -> "FakeEvent":
-        """Record an event here."""
         event = FakeEvent(self._owner) if event is None else event
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Let the host wait."""
         self._owner.wait_on_host(self.clock, "a stream")
 
     def query(self) -> bool:
-        """Return whether the host knows that all is done."""
         return covers(self._owner.host.clock, self.clock)
 
     def is_capturing(self) -> bool:
@@ -95,22 +90,18 @@ class FakeEvent:
         self.clock = dict((stream or self._owner.stream).clock)
 
     def wait(self, stream: FakeStream | None = None) -> None:
-        """Let a stream wait."""
         (stream or self._owner.stream).wait_event(self)
 
     def synchronize(self) -> None:
-        """Let the host wait."""
         if self._owner.is_late(self.clock):
             merge(self._owner.host.clock, self.clock)
             return
         self._owner.wait_on_host(self.clock, "an event")
 
     def query(self) -> bool:
-        """Return whether the host knows that it is done."""
         return covers(self._owner.host.clock, self.clock)
 
     def elapsed_time(self, other: "FakeEvent") -> float:
-        """Return a time in milliseconds."""
         return 1.0
 
 
@@ -176,7 +167,6 @@ class FakeDevice:
             self._new_is_on_device = before
 
     def synchronize(self) -> None:
-        """Let the host wait for all streams."""
         for stream in self._streams[1:]:
             self.wait_on_host(stream.clock, "the device")
 
@@ -209,7 +199,6 @@ class FakeDevice:
         self.run(self.stream if True in on_device else self.host, reads, writes, what)
 
     def run(self, stream: FakeStream, reads: Iterable[Tensor], writes: Iterable[Tensor], what: str) -> None:
-        """Run an operation on a stream, after checking that it comes late enough."""
         merge(stream.clock, self.host.clock)  # what the host has done or waited for comes before what it queues
         read, written = [part_of(tensor) for tensor in reads], [part_of(tensor) for tensor in writes]
         for memory, start, stop in (*read, *written):
@@ -249,7 +238,6 @@ def current_device() -> FakeDevice | None:
 
 @contextmanager
 def as_current(device: FakeDevice) -> Iterator[None]:
-    """Let it be the device of this thread."""
     assert current_device() is None, "this thread has a device already"
     _CURRENT.device = device
     try:

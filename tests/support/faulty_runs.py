@@ -145,7 +145,6 @@ class Run:
         self.trainer.save("unused.ckpt")
 
     def draw(self) -> None:
-        """Draw from the generators, as a loop may between two steps."""
         torch.rand(3)
         random.random()
         np.random.randn(3)  # noqa: NPY002
@@ -181,7 +180,6 @@ Fault = Callable[[Run], Callable[[], object]]
 
 
 def fail(*_: Any) -> None:
-    """Fail, wherever it is called."""
     raise InjectedError("something has failed")
 
 
@@ -238,13 +236,11 @@ def hook_before_accumulation(parameter: Tensor, hook: Callable[[tuple[Tensor, ..
 
 
 def in_a_changed_model(run: Run) -> Callable[[], object]:
-    """Freeze a parameter."""
     run.model.last.bias.requires_grad_(False)
     return lambda: run.model.last.bias.requires_grad_(True)
 
 
 def with_a_loss_that_is_not_finite(run: Run) -> Callable[[], object]:
-    """Let one shard's loss be infinite."""
     run.spoil = lambda loss: loss * float("inf")
 
     def disarm() -> None:
@@ -266,8 +262,6 @@ def with_another_learning_rate(run: Run) -> Callable[[], object]:
 
 
 def with_a_parameter_that_is_written(run: Run) -> Callable[[], object]:
-    """Write a parameter in the loss function."""
-
     def write(loss: Tensor) -> Tensor:
         with torch.no_grad():
             run.model.last.bias.add_(1.0)

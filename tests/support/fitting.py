@@ -54,5 +54,4 @@ def fit_to_the_end(folder: Path, values: Mapping[str, Any], checkpoint: Path | N
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of the metrics of a run."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

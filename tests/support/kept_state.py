@@ -28,8 +28,6 @@ def mean_loss(net: nn.Module, batch: Any) -> Tensor:
 
 
 class Calls(nn.Module):
-    """A layer that calls a function."""
-
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function

@@ -54,7 +54,6 @@ Part = tuple[Memory, int, int]
 
 
 def is_on_device(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the device."""
     memory = known(tensor)
     return memory is not None and memory.is_on_device
 

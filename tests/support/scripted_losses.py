@@ -42,18 +42,15 @@ class ScriptedGenerations:
 
     @property
     def has_next(self) -> bool:
-        """Whether the rank was lost."""
         return self._shared.is_set() and self.number == 0
 
     def report(self, what: str, **_: Any) -> None:
-        """Note a report."""
         self.reports.append(what)
 
     def report_ready(self, **_: Any) -> None:
         """Do nothing."""
 
     def take_losses(self) -> tuple[LostWorker, ...]:
-        """Return who was lost."""
         return (LostWorker(rank=self._lost, pid=1, reason="killed by SIGKILL"),)
 
     def wait_for_next(self, error: BaseException) -> None:
@@ -84,7 +81,6 @@ class ScriptedLosses:
         self._of_thread = threading.local()
 
     def generations(self, world: World) -> ScriptedGenerations:
-        """Return the generations of this thread's rank."""
         self._of_thread.world, self._of_thread.left = world, {}
         return ScriptedGenerations(world, self._happened, self._lost)
 

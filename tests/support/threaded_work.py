@@ -215,27 +215,21 @@ class ThreadedWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it was waited for."""
         return self._is_done
 
     def is_success(self) -> bool:
-        """Return whether it was waited for, and did not fail."""
         return self._is_done and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return why it failed, or None."""
         return self._error
 
     def result(self) -> list[Tensor]:
-        """Return the tensors that it writes."""
         return self._outputs
 
     def synchronize(self) -> None:
-        """Wait, as on a CPU."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Wait, as on a CPU."""
         self.wait()
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
@@ -299,7 +293,6 @@ def _require_same(tensor: Tensor, before: Tensor, name: str) -> None:
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors hold the same bits."""
     if one.layout is not torch.strided:
         return bool(torch.equal(one.to_dense(), other.to_dense()))
     if one.shape != other.shape:

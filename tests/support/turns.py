@@ -194,7 +194,6 @@ def _describe(error: BaseException) -> str:
 
 @contextmanager
 def restored_generators() -> Iterator[None]:
-    """Leave the random generators as they were."""
     before = _read_generators()
     try:
         yield
