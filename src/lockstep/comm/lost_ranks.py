@@ -41,7 +41,7 @@ from lockstep.explanations import codes_in
 from lockstep.processes.ending import describe_held_up, exit_quickly
 from lockstep.processes.forking import finalize_here
 from lockstep.processes.host import boot_id, open_process, start_ticks
-from lockstep.processes.user_line import users_traceback
+from lockstep.processes.user_line import end_at_user
 from lockstep.settings import read_settings
 from lockstep.torch_private.groups import list_groups
 
@@ -201,7 +201,7 @@ class _ReportThenShow:
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         report_failure(error)
         if isinstance(error, LockstepError) and codes_in(str(error)):  # it says what to do
-            error.__traceback__ = traceback = users_traceback(traceback)
+            end_at_user(traceback)
         self._previous(kind, error, traceback)
         exit_quickly()  # its launcher, and the other ranks, wait for its end
         if read_settings().channel() is None:  # else the launcher tells, and ends it

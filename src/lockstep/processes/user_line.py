@@ -91,19 +91,15 @@ def find_user_frame(frame: FrameType | None, is_library: Callable[[str], bool] |
     return frame
 
 
-def users_traceback(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback that ends with the innermost line of the user's; the same one where there is none."""
-    steps: list[TracebackType] = []
-    step = trace
-    while step is not None:
-        steps.append(step)
-        step = step.tb_next
-    while steps and _is_library(steps[-1].tb_frame.f_code.co_filename):
-        steps.pop()
-    kept = None
-    for each in reversed(steps):
-        kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return kept or trace
+def end_at_user(trace: TracebackType | None) -> None:
+    """Take off a traceback what the innermost line of the user's has called; nothing where there is none."""
+    last = None
+    while trace is not None:
+        if not _is_library(trace.tb_frame.f_code.co_filename):
+            last = trace
+        trace = trace.tb_next
+    if last is not None:
+        last.tb_next = None
 
 
 def find_user_stack_line(stack: Sequence[StackLine]) -> StackLine | None:

@@ -95,7 +95,7 @@ class RunParts:
 
     @property
     def test(self) -> ShardedLoader | None:
-        found: ShardedLoader | None = preferred_set(None, self.evaluated)
+        found: ShardedLoader | None = choose_set(None, self.evaluated)
         return found
 
 
@@ -209,21 +209,21 @@ def split_sets(key: str, path: str, found: Any) -> tuple[Any, dict[str, Any]]:
     return train, {} if test is None else {TEST: test}
 
 
-def preferred_set(train: Any, others: Mapping[str, Any]) -> Any:
-    """Return the set of the `preferred_name`."""
-    return {TRAIN: train, **others}[preferred_name(others)]
+def choose_set(train: Any, others: Mapping[str, Any], data: str | None = None) -> Any:
+    """Return what belongs to the set of this name; for None, and for an import path, to the `preferred_name`."""
+    sets = {TRAIN: train, **others}
+    name = data if data is not None and ":" not in data else preferred_name(others)
+    if name not in sets:
+        raise ConfigError(
+            f"--data is {data!r}, which this run does not have: expected {', '.join(sets)}, or the import path of a "
+            "function that returns a data set, as in mine:new. (LS814)"
+        )
+    return sets[name]
 
 
 def preferred_name(others: Collection[str]) -> str:
     """Return the name of the test set; without one that of the first of the others, else that of the training set."""
     return TEST if TEST in others else next(iter(others), TRAIN)
-
-
-def unknown_set(data: str, known: Collection[str]) -> ConfigError:
-    return ConfigError(
-        f"--data is {data!r}, which this run does not have: expected {', '.join(dict.fromkeys(known))}, or the import "
-        "path of a function that returns a data set, as in mine:new. (LS814)"
-    )
 
 
 def build_collate(config: Config) -> Callable[[list[Any]], Any] | None:

@@ -516,10 +516,18 @@ _OTHERS_WORDS: Mapping[str, str] = {
     "amp": " Did you mean 'precision'?",
 }
 """What other tools call a key, and what newcomers therefore type."""
-_NAMES: Mapping[str, str] = {
-    "scheduler": "constant, linear, cosine, plateau, a name of torch's such as StepLR",
-    "weights": "balanced",
+_PATHS = "import paths package.module:name, each alone or with "
+_WITH_ARGUMENTS = f"a list of {_PATHS}its arguments: - mine:Name, or - mine:Name: {{argument: 2}}"
+_PATH = ", or an import path package.module:name"
+_FORMS: Mapping[str, str] = {
+    "scheduler": f"constant, linear, cosine, plateau, a name of torch's such as StepLR{_PATH}",
+    "weights": f"balanced{_PATH}",
+    "callbacks": _WITH_ARGUMENTS,
+    "metrics": _WITH_ARGUMENTS,
+    "trackers": f"a list of tensorboard, wandb, mlflow or {_PATHS}options: - wandb, or - wandb: {{mode: offline}}",
+    "device_ids": "auto, auto:3, auto:3@20GiB, cpu, cpu:2, or a list of GPU numbers or UUIDs such as [0, 2]",
 }
+"""What keys hold that are not of one kind."""
 _GROUPS: Mapping[str, type[BaseModel]] = {
     "early_stopping": EarlyStoppingOptions,
     "ema": EMAOptions,
@@ -542,29 +550,14 @@ def explain_mistake(details: ErrorDetails, keys: Collection[str]) -> str:
         return f"the key {name!r} is missing."
     if kind == "value_error":
         return f"{details['ctx']['error']}."
-    if name in {"callbacks", "metrics"}:
-        return (
-            f"{name} holds {details['input']!r}, expected a list of import paths package.module:name, each alone or "
-            "with its arguments: - mine:Name, or - mine:Name: {argument: 2}."
-        )
-    if name == "trackers":
-        return (
-            f"trackers holds {details['input']!r}, expected a list of tensorboard, wandb, mlflow or import paths "
-            "package.module:name, each alone or with options: - wandb, or - wandb: {mode: offline}."
-        )
-    if name == "device_ids":
-        return (
-            f"device_ids is {details['input']!r}, expected auto, auto:3, auto:3@20GiB, cpu, cpu:2, or a list of GPU "
-            "numbers or UUIDs such as [0, 2]."
-        )
     if name == "param_groups" and len(details["loc"]) > 1:
         return (
             f"param_groups gives {details['loc'][1]!r} {details['input']!r}, expected options of the optimizer with "
             "their values, such as {lr: 0.01}."
         )
-    if name in _NAMES:
-        expected = f"{_NAMES[name]}, or an import path package.module:name"
-        return f"{name} is {details['input']!r}, expected {expected}.{_hint(name, details['input'])}"
+    if name in _FORMS:
+        verb = "holds" if isinstance(Config.model_fields[name].default, list) else "is"
+        return f"{name} {verb} {details['input']!r}, expected {_FORMS[name]}.{_hint(name, details['input'])}"
     expected = _EXPECTED.get(kind, "").format(**details.get("ctx", {})) or details["msg"]
     if name in TORCHS_NAMES:
         expected += f", or a name of torch's such as {next(iter(TORCHS_NAMES[name].values())).partition(' ')[0]}"
@@ -588,7 +581,7 @@ def _hint(name: str, given: object) -> str:
 
 def find_torchs_name(key: str, given: str) -> str | None:
     """Return the import path that a name of torch's stands for, whatever its case and underscores; None for others."""
-    if key == "scheduler" and given.casefold() in _NAMES[key].split(", "):
+    if key == "scheduler" and given.casefold() in _FORMS[key].split(", "):
         return given.casefold()
     known, plain = _torchs_names(key), _plain(given)
     return known.get(plain) or known.get(plain + _LEFT_OUT.get(key, ""))

@@ -23,14 +23,13 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.means import Mean
 from lockstep.runs.build import (
     TEST,
-    TRAIN,
     WITHOUT_CALLBACKS,
     RunParts,
     build_parts,
+    choose_set,
     first_samples,
     make_loader,
     preferred_name,
-    unknown_set,
 )
 from lockstep.runs.config import Config
 from lockstep.runs.saving import check_metric_name, not_measured
@@ -60,7 +59,7 @@ def evaluate_saved(
     """
     parts = load_parts(config, checkpoint, data, device, weights)
     data = data or preferred_name(parts.datasets)
-    loader = _find_loader(parts, config, data)
+    loader: ShardedLoader = choose_set(parts.train, parts.evaluated, data)
     found = measure(parts, loader)
     return Evaluation(
         data=data,
@@ -120,18 +119,6 @@ def load_weights_of(checkpoint: Path, model: nn.Module, weights: str | None = No
     if weights is not None:
         put_weights(model, averages[weights.lower()])
     return state
-
-
-def _find_loader(parts: RunParts, config: Config, data: str) -> ShardedLoader:
-    if data == TRAIN:
-        return parts.train
-    if ":" in data:
-        return parts.train if parts.test is None else parts.test
-    if data in parts.evaluated:
-        return parts.evaluated[data]
-    if data in parts.datasets:
-        return make_loader(config, parts.datasets[data])
-    raise unknown_set(data, [TRAIN, *parts.datasets])
 
 
 def measure(

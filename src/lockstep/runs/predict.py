@@ -27,7 +27,7 @@ from lockstep.engine.evaluation import SliceCalls
 from lockstep.engine.networks import evaluation_mode
 from lockstep.errors import ConfigError
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
-from lockstep.runs.build import TRAIN, make_loader, make_named, preferred_set, split_sets, unknown_set
+from lockstep.runs.build import choose_set, make_loader, make_named, split_sets
 from lockstep.runs.config import Config
 from lockstep.runs.evaluate import load_weights_of
 from lockstep.runs.importing import call_object, import_object
@@ -92,16 +92,11 @@ def predict_saved(request: PredictRequest, device: torch.device, tell: Callable[
 
 
 def make_dataset(config: Config, data: str | None) -> Any:
-    """Return the data set of this name; for an import path, and of None, the `preferred_set` of what there is."""
+    """Return the data set of this name; for an import path, and of None, the preferred one of what there is."""
     path = data if data is not None and ":" in data else None
     key, source, arguments = ("data", config.data, config.data_args) if path is None else ("--data", path, {})
     train, others = split_sets(key, source, call_object(key, import_object(key, source), **arguments))
-    if data in {None, path}:
-        return preferred_set(train, others)
-    sets = {TRAIN: train, **others}
-    if data not in sets:
-        raise unknown_set(data, sets)
-    return sets[data]
+    return choose_set(train, others, data)
 
 
 def file_names(dataset: Any) -> list[str] | None:

@@ -19,11 +19,11 @@ import torch
 from lockstep.processes.host import StackLine, stack_of_thread
 from lockstep.processes.user_line import (
     CodeLine,
+    end_at_user,
     find_user_frame,
     find_user_stack_line,
     stacklevel_of_user,
     user_line,
-    users_traceback,
 )
 
 
@@ -36,10 +36,12 @@ def test_a_traceback_ends_with_the_users_line() -> None:
     trace = caught.value.__traceback__
     assert trace is not None
     assert trace.tb_next is not None
-    assert "torch" in traceback.extract_tb(trace)[-1].filename
-    assert [each.name for each in traceback.extract_tb(users_traceback(trace))][-1] == "fail"
-    library = traceback.extract_tb(users_traceback(trace.tb_next.tb_next))
-    assert len(library) == len(traceback.extract_tb(trace)) - 2
+    library, length = trace.tb_next.tb_next, len(traceback.extract_tb(trace))
+    assert "torch" in traceback.extract_tb(library)[-1].filename
+    end_at_user(library)  # without a line of the user's nothing is taken off
+    assert len(traceback.extract_tb(library)) == length - 2
+    end_at_user(trace)
+    assert [each.name for each in traceback.extract_tb(trace)][-1] == "fail"
 
 
 def test_the_first_lines_of_a_worker_are_not_the_users() -> None:
