@@ -30,7 +30,7 @@ from lockstep.checkpoint.header import (
     header_length,
 )
 from lockstep.checkpoint.manifest import NETWORKS_PREFIX, Checkpoint, Manifest
-from lockstep.checkpoint.step_files import MANIFEST_KEY, find_checkpoints
+from lockstep.checkpoint.step_files import MANIFEST_KEY, checkpoints_at
 from lockstep.errors import CheckpointError, LaterFormatError
 from lockstep.torch_private.modules import byte_view
 
@@ -174,12 +174,7 @@ def find_newest_intact(folder: Path, on_damaged: Callable[[CheckpointError], Non
 
     `on_damaged` is called with the error of each damaged one before it; one of a later format raises LaterFormatError.
     """
-    found = find_checkpoints(folder)
-    if not found:
-        raise CheckpointError(
-            f"{folder} holds no checkpoint. Give a checkpoint file, or the directory of a run that has saved "
-            "one. (LS701)"
-        )
+    found = checkpoints_at(folder)
     for path in found:
         try:
             return path, read_verified_manifest(path)

@@ -35,6 +35,18 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return [numbered[number] for number in sorted(numbered, reverse=True)]
 
 
+def checkpoints_at(path: Path) -> list[Path]:
+    """Return the checkpoints of a run directory, the newest first, or the file itself; CheckpointError without any."""
+    found = find_checkpoints(path) if path.is_dir() else [path] if path.is_file() else []
+    if found:
+        return found
+    raise CheckpointError(
+        f"{path} holds no checkpoint. Name a checkpoint, or the directory of a run that has saved one. (LS701)"
+        if path.is_dir()
+        else f"There is no checkpoint or run directory {path}. `lockstep runs` lists the runs that there are. (LS701)"
+    )
+
+
 def find_last_by_name(folder: Path) -> Path | None:
     """Return the checkpoint of a run after the most steps, by its file name alone; None if there is none."""
     return next(iter(find_checkpoints(folder)), None)

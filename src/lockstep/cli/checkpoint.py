@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from lockstep.checkpoint.inspection import CheckpointContents, VerificationResult, show_checkpoint, verify_checkpoint
 from lockstep.checkpoint.interop.convert import convert_weights
-from lockstep.checkpoint.step_files import find_checkpoints
+from lockstep.checkpoint.step_files import checkpoints_at
 from lockstep.cli.failures import FAILURE_EXIT
 from lockstep.cli.main import JSON, table_console, with_failures_shown
 from lockstep.errors import CheckpointError
@@ -63,7 +63,7 @@ def show(path: _Path, as_json: JSON = False) -> None:
 
     The tensors themselves are not read: `lockstep checkpoint verify` compares them with their checksums.
     """
-    contents = show_checkpoint(_find(path)[0])
+    contents = show_checkpoint(checkpoints_at(path)[0])
     if as_json:
         typer.echo(json.dumps(_as_document(contents), indent=2))
     else:
@@ -79,7 +79,7 @@ def verify(path: _Path, as_json: JSON = False) -> None:
     """
     found: list[VerificationResult] = []
     unknown: list[CheckpointError] = []
-    for each in _find(path):
+    for each in checkpoints_at(path):
         try:
             found.append(verify_checkpoint(each))
         except CheckpointError as error:  # the other files are still checked
@@ -96,18 +96,6 @@ def verify(path: _Path, as_json: JSON = False) -> None:
         raise unknown[0]
     if not all(result.is_intact for result in found):
         raise typer.Exit(FAILURE_EXIT)
-
-
-def _find(path: Path) -> Sequence[Path]:
-    """Return the file itself, or for a run directory its checkpoints, the newest first."""
-    if not path.is_dir():
-        return [path]
-    found = find_checkpoints(path)
-    if not found:
-        raise CheckpointError(
-            f"{path} holds no checkpoint. Name a file, or the directory of a run that has saved one. (LS701)"
-        )
-    return found
 
 
 def _as_document(contents: CheckpointContents) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.means import WEIGHTED_BY_TARGET, divisor_of, has_class_numbers, has_own_forward, is_weighted_by_target
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
 from lockstep.runs.config import Config, NamedObject, parse_seconds
-from lockstep.runs.importing import call_object, import_object
+from lockstep.runs.importing import call_object, import_function, import_object
 from lockstep.shards import derive_seed
 from lockstep.torch_private.modules import tree_leaves
 
@@ -229,11 +229,7 @@ def preferred_name(others: Collection[str]) -> str:
 def build_collate(config: Config) -> Callable[[list[Any]], Any] | None:
     if config.collate is None:
         return None
-    found: Callable[[list[Any]], Any] = import_object("collate", config.collate)
-    if not callable(found):
-        raise ConfigError(
-            f"collate is {config.collate!r}, a {type(found).__name__}, expected a function of a list. (LS806)"
-        )
+    found: Callable[[list[Any]], Any] = import_function("collate", config.collate, "a function of a list")
     return found
 
 
@@ -259,11 +255,7 @@ def _numbers_of_samples(
 
 
 def _call(key: str, path: str, train_set: Dataset[Any]) -> Any:
-    function = import_object(key, path)
-    if not callable(function):
-        raise ConfigError(
-            f"{key} is {path!r}, a {type(function).__name__}, expected a function of the training set. (LS806)"
-        )
+    function = import_function(key, path, "a function of the training set")
     try:
         return function(train_set)
     except LockstepError:
@@ -442,12 +434,10 @@ def _build_own(named: NamedObject) -> Callback:
 
 
 def build_criterion(config: Config, device: torch.device) -> Criterion:
-    loss: Any = import_object("loss", config.loss)
+    loss: Any = import_function("loss", config.loss, "a function or a class")
     arguments: Mapping[str, Any] = config.loss_args
     if isinstance(loss, partial) and not loss.args:
         loss, arguments = loss.func, {**loss.keywords, **arguments}
-    if not callable(loss):
-        raise ConfigError(f"loss is {config.loss!r}, a {type(loss).__name__}, expected a function or a class. (LS806)")
     if not inspect.isclass(loss):
         _check_parameters(config, loss, arguments)
     # As a module it says what it divides by.

@@ -108,15 +108,25 @@ def _explain_existing(path: Path) -> str:
 def write_config(run_dir: Path, config: Config) -> None:
     """Write the resolved config into a run's directory; if that fails, remove the directory of an unused run."""
     path = run_dir / CONFIG_NAME
+    head = (
+        "# All values of this run. Modules are searched in the folder of the config file: to train with this one,\n"
+        f"# copy it to the folder of its modules. The run was started in {Path.cwd()}.\n"
+    )
     try:
-        atomic_write_text(
-            path,
-            "# All values of this run. Modules are searched in the folder of the config file: to train with this one,\n"
-            f"# copy it to the folder of its modules. The run was started in {Path.cwd()}.\n{config.to_yaml()}",
-        )
-    except OSError as error:
+        with errors_of_writing(path):
+            atomic_write_text(path, f"{head}{config.to_yaml()}")
+    except RunDirectoryError:
         if not find_checkpoints(run_dir):
             discard_unused(run_dir)
+        raise
+
+
+@contextmanager
+def errors_of_writing(path: Path) -> Iterator[None]:
+    """Turn an error of the file system into one that names the file of a run, and what to do."""
+    try:
+        yield
+    except OSError as error:
         raise RunDirectoryError(
             f"{path} cannot be written: {error}. Free disk space, or choose another run_dir. (LS810)"
         ) from error
@@ -215,10 +225,8 @@ def find_own_run(config: Config, name: str, job: str | None) -> Path | None:
 def note_job(run_dir: Path, job: str | None) -> None:
     if job is None:
         return
-    try:
+    with errors_of_writing(run_dir / JOB_NAME):
         (run_dir / JOB_NAME).write_text(job, encoding="utf-8")
-    except OSError as error:
-        raise RunDirectoryError(f"{run_dir / JOB_NAME} cannot be written: {error}. Free disk space. (LS810)") from error
 
 
 def check_may_begin_again(run_dir: Path, config: Config) -> None:

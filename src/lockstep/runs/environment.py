@@ -24,8 +24,7 @@ import torch.distributed as dist
 
 from lockstep.comm import World
 from lockstep.devices import count_cores, take_inventory
-from lockstep.errors import RunDirectoryError
-from lockstep.runs.directory import ENVIRONMENT_NAME, read_starts
+from lockstep.runs.directory import ENVIRONMENT_NAME, errors_of_writing, read_starts
 from lockstep.secrets import hide_secrets
 from lockstep.settings import read_settings
 
@@ -144,9 +143,5 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    try:
+    with errors_of_writing(path):
         path.write_bytes(content)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"{path} cannot be written: {error}. Free disk space, or choose another run_dir. (LS810)"
-        ) from error

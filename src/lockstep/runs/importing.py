@@ -30,6 +30,13 @@ def import_object(key: str, path: str) -> Any:
     return value
 
 
+def import_function(key: str, path: str, expected: str) -> Any:
+    found = import_object(key, path)
+    if not callable(found):
+        raise ConfigError(f"{key} is {path!r}, a {type(found).__name__}, expected {expected}. (LS806)")
+    return found
+
+
 def _find_similar(name: str, known: Sequence[str]) -> str | None:
     """Return the known name that is most like `name`; one that differs in upper and lower case alone comes first."""
     same = [each for each in known if each.casefold() == name.casefold()]

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint.atomic_write import atomic_write
 from lockstep.checkpoint.step_files import (
     checkpoint_name,
+    checkpoints_at,
     find_checkpoints,
     global_step_of,
     is_checkpoint_name,
@@ -173,18 +174,9 @@ def _find_directory(wanted: OpenRequest) -> Path | None:
     if not wanted.resumed:
         return find_run_directory(wanted.config.run_dir, wanted.name)
     path = Path(wanted.resumed)
+    checkpoints_at(path)  # it raises where there is none
     if path.is_dir():
-        if not find_checkpoints(path):
-            raise RunDirectoryError(
-                f"{path} holds no checkpoint to resume from. Name a checkpoint, or the directory of a run that has "
-                "saved one. (LS701)"
-            )
         return path
-    if not path.is_file():
-        raise CheckpointError(
-            f"There is no checkpoint or run directory {path} to resume from. Without a path --resume takes the newest "
-            "checkpoint of the run. (LS701)"
-        )
     file = _resolve_links(path)
     return file.parent if is_checkpoint_name(file) and (file.parent / CONFIG_NAME).is_file() else None
 
@@ -296,18 +288,7 @@ def find_saved_run(
     path: Path, overrides: Sequence[str] = (), *, workers: int | None = None, devices: str | None = None
 ) -> SavedRun:
     """Find the newest checkpoint of a run directory, or take the file itself (local); None: the config's value."""
-    checkpoint = path
-    if path.is_dir():
-        found = find_checkpoints(path)
-        if not found:
-            raise CheckpointError(
-                f"{path} holds no checkpoint. Name a checkpoint, or a run that has saved one. (LS701)"
-            )
-        checkpoint = found[0]
-    elif not path.exists():
-        raise CheckpointError(
-            f"There is no checkpoint or run directory {path}. `lockstep runs` lists the runs of this directory. (LS701)"
-        )
+    checkpoint = checkpoints_at(path)[0]
     manifest = peek_manifest(checkpoint)
     values: Any = manifest.get("config")
     if not isinstance(values, Mapping):

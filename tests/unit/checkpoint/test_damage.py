@@ -292,7 +292,7 @@ def test_what_is_not_there_is_bad_input(tmp_path: Path) -> None:
     for arguments in (("show", str(tmp_path)), ("verify", str(tmp_path / "gone.ckpt"))):
         code, output = command(*arguments)
         assert code == 2
-        assert "holds no checkpoint" in output or "No such file" in output
+        assert "holds no checkpoint" in output or "There is no checkpoint" in output
 
 
 def test_a_file_of_a_later_format_hides_no_others(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_checkpoint_from_elsewhere_begins_a_new_directory(old: Path, name: str
 
 @pytest.mark.parametrize(
     ("resumed", "said"),
-    [("gone", "no checkpoint or run directory gone"), ("runs", "runs holds no checkpoint to resume from")],
+    [("gone", "no checkpoint or run directory gone"), ("runs", "runs holds no checkpoint. Name a")],
 )
 def test_what_cannot_be_resumed_is_explained(old: Path, resumed: str, said: str) -> None:
     with pytest.raises((CheckpointError, RunDirectoryError), match=said):
