@@ -9,7 +9,7 @@ within its epoch. `global_step` is the number of updates since the run began, th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, final
 
@@ -62,14 +62,12 @@ class EpochFinished:
     global_step: int
     train_loss: float
     """Weighted mean of the losses of the epoch's steps."""
-    test: Mapping[str, float]
-    """Mean of each metric over the test set, each sample counted once; empty without a test set."""
+    measured: Mapping[str, float]
+    """Mean of each metric over each set that is evaluated, each sample counted once: `test_loss`, `val_loss`."""
     samples_per_second: float
     """Training samples of all workers per second of training time."""
     learning_rate: float
     """Learning rate of the first parameter group, in the epoch's last step."""
-    others: Mapping[str, float] = field(default_factory=dict)
-    """Mean of each metric over other data sets, by names that begin with the set's: `val_loss`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import final
 
 from lockstep.errors import LockstepError, PeerFailedError, PeerLostError, ReductionError, WorkerFailure
-from lockstep.explanations import codes_in
 from lockstep.processes.host import read_control_groups
 from lockstep.processes.user_line import LIBRARIES
 
@@ -89,7 +88,7 @@ def describe_failures(failures: Sequence[WorkerFailure], *, is_shown: bool = Fal
         message += f"{place}\n{_shorten(error, _MOST_OF_REASON)}\nIts traceback is above."
     elif first.traceback:
         trace = first.traceback.rstrip()
-        if isinstance(first.error, LockstepError) and codes_in(str(first.error)) and has_users_frame(trace):
+        if isinstance(first.error, LockstepError) and has_users_frame(trace):
             trace = users_part(trace)
         message += f"\n\nTraceback of worker {first.rank}:\n{_shorten(trace, _MOST_OF_TRACEBACK)}"
     alike = [str(other.rank) for other in others if _error_of(other) == _error_of(first)]

@@ -104,10 +104,7 @@ class MetricsFile:
             try:
                 atomic_write_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
             except OSError as error:
-                raise RunDirectoryError(
-                    f"{self._path} cannot be written: {error}. "
-                    "Free disk space, then continue the run with --resume. (LS818)"
-                ) from error
+                self._fail(error)
             self._lead = ""
 
 
@@ -200,23 +197,19 @@ def row_of(event: Event) -> dict[str, Any] | None:
         case StepFinished():
             return {
                 "kind": "step",
-                "epoch": event.epoch,
-                "step": event.step,
-                "global_step": event.global_step,
+                **_place_of(event),
                 "loss": _finite(event.loss),
                 "weight": event.weight,
                 **({} if event.learning_rate is None else {"learning_rate": event.learning_rate}),
                 **({} if event.grad_norm is None else {"grad_norm": _finite(event.grad_norm)}),
             }
         case EpochFinished():
-            test = {f"test_{name}": _finite(value) for name, value in event.test.items()}
             return {
                 "kind": "epoch",
                 "epoch": event.epoch,
                 "global_step": event.global_step,
                 "train_loss": _finite(event.train_loss),
-                **test,
-                **{name: _finite(value) for name, value in event.others.items()},
+                **{name: _finite(value) for name, value in event.measured.items()},
                 "samples_per_second": event.samples_per_second,
                 "learning_rate": event.learning_rate,
             }
@@ -226,9 +219,7 @@ def row_of(event: Event) -> dict[str, Any] | None:
         case WorkersChanged():
             return {
                 "kind": "workers",
-                "epoch": event.epoch,
-                "step": event.step,
-                "global_step": event.global_step,
+                **_place_of(event),
                 "generation": event.generation,
                 "lost": [{"rank": each.rank, "pid": each.pid, "reason": each.reason} for each in event.lost],
                 "joined": [{"rank": rank, "pid": pid} for rank, pid in event.joined],
@@ -240,9 +231,7 @@ def row_of(event: Event) -> dict[str, Any] | None:
         case LoadingProcessLost(process=lost):
             return {
                 "kind": "workers",
-                "epoch": event.epoch,
-                "step": event.step,
-                "global_step": event.global_step,
+                **_place_of(event),
                 "generation": event.generation,
                 "is_loading": True,
                 "lost": [{"rank": lost.rank, "pid": lost.pid, "reason": f"its loading process was {lost.reason}"}],
@@ -252,6 +241,10 @@ def row_of(event: Event) -> dict[str, Any] | None:
             }
         case RunStarted() | CheckpointSaved() | RecordingTakenOver():
             return None
+
+
+def _place_of(event: StepFinished | WorkersChanged | LoadingProcessLost) -> dict[str, int]:
+    return {"epoch": event.epoch, "step": event.step, "global_step": event.global_step}
 
 
 def _finite(value: float) -> float | None:

@@ -227,8 +227,7 @@ def fold(parts: Sequence[str], width: int | None) -> list[str]:
 
 def _describe_epoch(event: EpochFinished, num_epochs: int) -> list[str]:
     parts = [f"epoch {event.epoch + 1:>{len(str(num_epochs))}}/{num_epochs}", f"loss {event.train_loss:.4f}"]
-    parts += [f"test {name} {_format_metric(name, value)}" for name, value in event.test.items()]
-    parts += [f"{name.replace('_', ' ', 1)} {_format_metric(name, value)}" for name, value in event.others.items()]
+    parts += [f"{name.replace('_', ' ', 1)} {_format_metric(name, value)}" for name, value in event.measured.items()]
     return [*parts, f"{event.samples_per_second:,.0f} samples/s"]
 
 

@@ -158,10 +158,9 @@ class RunMeans:
                 return name, self.by_name[name]
         return "", Mean(0.0, 0.0)
 
-    def split_by_set(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the values of the test set, and those of others."""
-        test = {name: value for name, value in self.values().items() if name not in self.others}
-        return test, {name: self.by_name[name].value for name in self.others}
+    def by_column(self) -> dict[str, float]:
+        """Return the values by names that all begin with that of their set, as in metrics.jsonl."""
+        return {name if name in self.others else f"{TEST}_{name}": value for name, value in self.values().items()}
 
 
 def measure_all(parts: RunParts) -> RunMeans:

@@ -188,7 +188,7 @@ def _train_epochs(training: TrainingContext) -> RunMeans | None:
         test = measure_all(parts)
         if not is_last:
             test = _measure_again_if_ending(parts, test)
-        training.recorder.record(finished(*test.split_by_set()))
+        training.recorder.record(finished(test.by_column()))
         training.record_lost_loading_processes()
         training.save(test.values())
         if is_last or trainer.is_ending:
@@ -199,9 +199,7 @@ def _train_epochs(training: TrainingContext) -> RunMeans | None:
     return test
 
 
-def _train_epoch(
-    training: TrainingContext, epoch: int
-) -> Callable[[Mapping[str, float], Mapping[str, float]], EpochFinished] | None:
+def _train_epoch(training: TrainingContext, epoch: int) -> Callable[[Mapping[str, float]], EpochFinished] | None:
     """Train the rest of an epoch; return a function that makes its event, or None if the run was saved and stops."""
     config, parts, trainer = training.config, training.parts, training.parts.trainer
     began = own_recorder().seconds()
@@ -234,14 +232,13 @@ def _train_epoch(
     if parts.scheduler is not None and config.steps_scheduler_per_epoch and is_whole:
         parts.scheduler.step()
     seconds, train_loss, learning_rate = own_recorder().seconds() - began, training.sums.take_mean(), float(rate)
-    return lambda test, others: EpochFinished(
+    return lambda measured: EpochFinished(
         epoch=epoch,
         global_step=trainer.global_step,
         train_loss=train_loss,
-        test=test,
+        measured=measured,
         samples_per_second=num_samples / seconds,
         learning_rate=learning_rate,
-        others=others,
     )
 
 

@@ -18,7 +18,7 @@ from lockstep.report.metrics_file import MetricsFile, Succession, read_metrics, 
 
 def epoch(global_step: int) -> EpochFinished:
     return EpochFinished(
-        epoch=0, global_step=global_step, train_loss=1.0, test={}, samples_per_second=1.0, learning_rate=0.1
+        epoch=0, global_step=global_step, train_loss=1.0, measured={}, samples_per_second=1.0, learning_rate=0.1
     )
 
 

@@ -202,7 +202,12 @@ def test_tensorboard_files_hold_each_step_once(tmp_path: Path) -> None:
                 metrics.record(event)
                 following.record(event)
             event = EpochFinished(
-                epoch=0, global_step=last, train_loss=1, test={"loss": 2}, samples_per_second=1, learning_rate=0.1
+                epoch=0,
+                global_step=last,
+                train_loss=1,
+                measured={"test_loss": 2},
+                samples_per_second=1,
+                learning_rate=0.1,
             )
             metrics.record(event)
             following.record(event)
