@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
+from tests.process.commands import lockstep_here
 from tests.process.ranks import JoinGroup, RankPool, join_default_group
 from tests.process.scenarios import ShmScenarios
 from tests.process.warm import warm_workers
 
-__all__ = ["pair", "shm_scenarios", "warm_workers", "worlds"]
+__all__ = ["lockstep_here", "pair", "shm_scenarios", "warm_workers", "worlds"]
 
 
 @pytest.fixture(scope="module")

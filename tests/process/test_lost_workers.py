@@ -4,7 +4,6 @@ The moments of kills are in the module of the run (`mortal.py` below): a worker 
 """
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -18,16 +17,13 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
+from tests.process.commands import rows_of, train_undisturbed
 from tests.process.ranks import wait_until
 from typer.testing import CliRunner
 
 from lockstep.checkpoint.file import load_checkpoint
 from lockstep.cli.main import app
 from lockstep.launch.control import ask, connect
-from lockstep.report.metrics_file import MetricsFile
-from lockstep.runs.config import read_config
-from lockstep.runs.fit import fit
-from lockstep.runs.listing import FitResult
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
@@ -125,12 +121,7 @@ class Outcome(NamedTuple):
         return found[1]
 
     def rows(self, *kinds: str) -> list[dict[str, Any]]:
-        found = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        return [
-            {name: value for name, value in row.items() if name != "samples_per_second"}
-            for row in found
-            if row["kind"] in kinds
-        ]
+        return rows_of(self.folder, *kinds)
 
 
 def write_module(folder: Path) -> None:
@@ -157,20 +148,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 def train_here(folder: Path, *overrides: str) -> Outcome:
     """Train undisturbed, in this process."""
-    (folder / "run").mkdir(parents=True)
+    folder.mkdir(exist_ok=True)
     write_module(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        result = fit(
-            read_config(folder / "mortal.yaml", overrides),
-            device=torch.device("cpu"),
-            run_dir=folder / "run",
-            recorder=MetricsFile(folder / "run" / "metrics.jsonl"),
-            code=folder,
-        )
-        sys.modules.pop("mortal")
-    assert isinstance(result, FitResult)
-    return Outcome(0, f"digest {result.digest}\n", "", folder / "run")
+    digest = train_undisturbed(folder / "mortal.yaml", folder / "run", *overrides)
+    return Outcome(0, f"digest {digest}\n", "", folder / "run")
 
 
 def check_equal(found: Outcome, whole: Outcome) -> None:

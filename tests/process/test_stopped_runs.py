@@ -1,28 +1,22 @@
 """`lockstep train` that is asked to stop by real signals, at scripted points, and goes on elsewhere."""
 
-import json
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import psutil
 import pytest
-import torch
 from tests.process import warm
-from tests.process.test_train_command import COMMAND, Said, run
-from typer.testing import CliRunner
+from tests.process.commands import Command, rows_of, train_undisturbed
+from tests.process.test_train_command import COMMAND, run
 
 from lockstep.checkpoint.file import read_manifest
-from lockstep.cli.main import app
-from lockstep.report.metrics_file import MetricsFile
-from lockstep.runs.config import read_config
-from lockstep.runs.fit import fit
-from lockstep.runs.listing import FitResult
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
@@ -102,57 +96,16 @@ def write_project(folder: Path) -> Path:
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     return write_project(tmp_path)
 
 
 @pytest.fixture
-def said(project: Path, capfd: pytest.CaptureFixture[str]) -> Any:
-    """Run the command in this process, which spares the start of one; its workers are processes all the same."""
-
-    def call(*arguments: str) -> Said:
-        result = CliRunner().invoke(app, ["train", "mine.yaml", *arguments])
-        of_workers = capfd.readouterr()
-        return Said(result.exit_code, result.stdout + of_workers.out, result.stderr + of_workers.err)
-
-    return call
+def said(project: Path, lockstep_here: Command) -> Command:
+    return partial(lockstep_here, "train", "mine.yaml")
 
 
 def script(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("SCRIPT", text)
-
-
-def digest(ended: Said) -> str:
-    assert ended.code == 0, ended.stderr
-    [line] = [line for line in ended.stdout.splitlines() if line.startswith("digest ")]
-    return line
-
-
-def train_here(project: Path, folder: Path) -> str:
-    """Train without being disturbed, in this process, on one thread as workers do; return the digest."""
-    folder.mkdir()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    sys.path.insert(0, str(project))
-    try:
-        ended = fit(
-            read_config(project / "mine.yaml"),
-            device=torch.device("cpu"),
-            run_dir=folder,
-            recorder=MetricsFile(folder / "metrics.jsonl"),
-        )
-    finally:
-        torch.set_num_threads(threads)
-        sys.path.remove(str(project))
-        sys.modules.pop("mine")
-    assert isinstance(ended, FitResult)
-    return f"digest {ended.digest}"
-
-
-def rows(folder: str | Path) -> list[dict[str, Any]]:
-    """Return what a run has recorded, but for how fast it was."""
-    found = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name != "samples_per_second"} for row in found]
 
 
 @final
@@ -164,7 +117,7 @@ class Runs:
         with pytest.MonkeyPatch.context() as patch:
             script(patch, "1 19 SIGTERM launcher stopped")
             self.stopped = run(folder, "mine.yaml", "run_dir=run", "workers=2", "save_every=3", "keep=9")
-        self.digest = train_here(folder, folder / "whole")
+        self.digest = train_undisturbed(folder / "mine.yaml", folder / "whole")
 
     def copy_to(self, folder: Path) -> None:
         shutil.copytree(self.folder / "run", folder / "run")
@@ -192,24 +145,24 @@ def test_sigterm_saves_after_the_step_and_prints_how_to_resume(runs: Runs) -> No
     assert checkpoints(runs.folder / "run") == [f"step-0000000{step}.ckpt" for step in (3, 4, 6)]
 
 
-def test_a_stopped_run_ends_as_if_it_had_not_been(project: Path, runs: Runs, said: Any) -> None:
+def test_a_stopped_run_ends_as_if_it_had_not_been(project: Path, runs: Runs, said: Command) -> None:
     runs.copy_to(project)
     refused = said("run_dir=run", "--resume", "max_grad_norm=1.0")
     assert refused.code == 2
     assert "max_grad_norm was None and is now 1.0" in refused.stderr
     assert "give --allow max_grad_norm;" in refused.stderr
-    assert digest(said("--resume", "run", "workers=1")) == runs.digest
-    assert rows("run") == rows(runs.folder / "whole")
+    assert said("--resume", "run", "workers=1").digest == runs.digest
+    assert rows_of(Path("run")) == rows_of(runs.folder / "whole")
 
 
-def test_an_older_checkpoint_leads_to_the_same_end_in_a_new_directory(project: Path, runs: Runs, said: Any) -> None:
+def test_an_older_checkpoint_leads_to_the_same_end_in_a_new_directory(project: Path, runs: Runs, said: Command) -> None:
     runs.copy_to(project)
     forked = said("--resume", "run/step-00000003.ckpt", "run_dir=fork", "workers=3")
     assert "resuming from fork/step-00000003.ckpt" in forked.stdout
     assert "\n  workers was 2 and is now 3\n" in forked.stdout
     assert "continuing with epoch 1, step 4 of 4" in forked.stdout
-    assert digest(forked) == runs.digest
-    assert rows("fork") == rows(runs.folder / "whole")
+    assert forked.digest == runs.digest
+    assert rows_of(Path("fork")) == rows_of(runs.folder / "whole")
     assert checkpoints("run") == checkpoints(runs.folder / "run")
 
 

@@ -2,25 +2,18 @@
 
 import os
 import queue
-import re
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tests.process.commands import Command, train_undisturbed
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import lockstep as ls
-from lockstep.cli.main import app
-from lockstep.events import Recorders
-from lockstep.runs.config import read_config
-from lockstep.runs.fit import fit
-from lockstep.runs.listing import FitResult
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
@@ -90,40 +83,26 @@ Train = Callable[..., str]
 
 
 @pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lockstep_here: Command) -> Train:
     """Run the command in this process, with workers of its own; return the digest, or "" of a run that was stopped."""
     (tmp_path / "streamed.py").write_text(MODULE)
     (tmp_path / "streamed.yaml").write_text(CONFIG)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the folder of the config first
 
     def run(script: str, *arguments: str) -> str:
         shutil.rmtree("played", ignore_errors=True)
         monkeypatch.setenv("SCRIPT", script or "0 0 no")
-        result = CliRunner().invoke(app, ["train", "streamed.yaml", *arguments])
-        assert Path("played").exists() == bool(script), result.output
-        assert result.exit_code == (75 if "SIGTERM" in script else 0), result.output
-        found = re.search(r"^digest (\w{64})$", result.stdout, re.MULTILINE)
-        return found[1] if found else ""
+        ended = lockstep_here("train", "streamed.yaml", *arguments)
+        assert Path("played").exists() == bool(script), ended
+        if "SIGTERM" not in script:
+            return ended.digest
+        assert ended.code == 75, ended
+        return ""
 
     return run
 
 
 def digest_of_one_worker(kind: str) -> str:
-    """Train without being disturbed, in this process, on one thread as workers do."""
-    folder = Path("whole")
-    folder.mkdir()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        config = read_config(Path("streamed.yaml")).model_copy(update={"data_args": {"kind": kind}})
-        ended = fit(config, device=torch.device("cpu"), run_dir=folder, recorder=Recorders([]))
-    finally:
-        torch.set_num_threads(threads)
-        sys.modules.pop("streamed", None)
-    assert isinstance(ended, FitResult)
-    return ended.digest
+    return train_undisturbed(Path("streamed.yaml").resolve(), Path("whole"), f"data_args={{kind: {kind}}}")
 
 
 @pytest.mark.parametrize("kind", ["parts", "place"])

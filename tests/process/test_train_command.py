@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import psutil
 import pytest
@@ -25,9 +25,8 @@ from ruamel.yaml import YAML
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tests.process import warm
-from typer.testing import CliRunner
+from tests.process.commands import Command
 
-from lockstep.cli.main import app
 from lockstep.recipes.digits import Net, datasets
 from lockstep.recording import EventKind
 from lockstep.recording.reading import read_recording
@@ -92,28 +91,6 @@ def project(tmp_path: Path) -> Path:
 
 def run(folder: Path, *arguments: str, before: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
     return warm.run([*COMMAND, *arguments], timeout=150, cwd=folder, preexec_fn=before)
-
-
-class Said(NamedTuple):
-    """How the command ended, and what it wrote, that of its workers included."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture
-def run_here(project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    """Run the command in this process, which spares the start of one; its workers are processes all the same."""
-    monkeypatch.chdir(project)
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the folder of the config first
-
-    def run_here(*arguments: str) -> Said:
-        result = CliRunner().invoke(app, ["train", *arguments])
-        of_workers = capfd.readouterr()
-        return Said(result.exit_code, result.stdout + of_workers.out, result.stderr + of_workers.err)
-
-    return run_here
 
 
 def digest_line(finished: subprocess.CompletedProcess[str]) -> str:
@@ -335,13 +312,11 @@ def test_a_full_disk_does_not_stop_a_training_that_is_to_go_on(project: Path, tr
     assert not list(folder.glob(".*tmp"))
 
 
-def test_a_second_training_in_a_directory_is_refused(
-    run_here: Callable[..., Said], project: Path, trained: Trained
-) -> None:
+def test_a_second_training_in_a_directory_is_refused(lockstep_here: Command, project: Path, trained: Trained) -> None:
     folder = trained.copy_to(project, 4)
     before = sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir() if path.name != ".lock")
     with lock_run(folder):
-        finished = run_here(*OWN, "epochs=5", "workers=1", "--resume")
+        finished = lockstep_here("train", *OWN, "epochs=5", "workers=1", "--resume")
     assert finished.code == 2
     assert f"Another training uses the run directory run: process {os.getpid()} on host" in finished.stderr
     assert sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir() if path.name != ".lock") == before
@@ -359,10 +334,10 @@ def test_a_second_training_in_a_directory_is_refused(
     ],
 )
 def test_bad_input_is_a_message_and_exit_code_2(
-    project: Path, run_here: Callable[..., Said], arguments: list[str], said: str
+    project: Path, lockstep_here: Command, arguments: list[str], said: str
 ) -> None:
     (project / "taken").mkdir()
-    finished = run_here(*arguments)
+    finished = lockstep_here("train", *arguments)
     assert finished.code == 2
     assert said in finished.stderr
     assert "Traceback" not in finished.stderr
@@ -385,21 +360,24 @@ def test_bad_input_ends_the_process_alike(project: Path, arguments: list[str], s
     assert not (project / "run").exists()  # so that the corrected command can take the name
 
 
-def test_debug_shows_the_traceback(run_here: Callable[..., Said]) -> None:
-    finished = run_here("mine.yaml", "workers=1", "model=mine:not_a_model", "--debug")
+@pytest.mark.usefixtures("project")
+def test_debug_shows_the_traceback(lockstep_here: Command) -> None:
+    finished = lockstep_here("train", "mine.yaml", "workers=1", "model=mine:not_a_model", "--debug")
     assert finished.code == 2
     assert "Traceback" in finished.stderr
 
 
-def test_a_failure_in_the_users_code_shows_their_line(run_here: Callable[..., Said]) -> None:
-    finished = run_here("mine.yaml", "workers=1", "model=mine:Broken")
+@pytest.mark.usefixtures("project")
+def test_a_failure_in_the_users_code_shows_their_line(lockstep_here: Command) -> None:
+    finished = lockstep_here("train", "mine.yaml", "workers=1", "model=mine:Broken")
     assert finished.code == 1
     assert "KeyError: 'in the users own forward'" in finished.stderr
     assert "mine.py" in finished.stderr
 
 
-def test_a_diverging_loss_stops_with_a_message(run_here: Callable[..., Said]) -> None:
-    finished = run_here("mine.yaml", "workers=1", "model=mine:Diverging")
+@pytest.mark.usefixtures("project")
+def test_a_diverging_loss_stops_with_a_message(lockstep_here: Command) -> None:
+    finished = lockstep_here("train", "mine.yaml", "workers=1", "model=mine:Diverging")
     assert finished.code == 1
     assert "The loss of shard 0, run by rank 0, is nan at epoch 0, step 0" in finished.stderr
     assert "Traceback" not in finished.stderr

@@ -2,14 +2,12 @@
 
 import re
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tests.process import warm
-from typer.testing import CliRunner, Result
-
-from lockstep.cli.main import app
+from tests.process.commands import Command
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
@@ -78,31 +76,29 @@ def test_equal_runs_are_shown_and_pass(project: Path) -> None:
 
 
 @pytest.fixture
-def verify_here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Run the command in this process, which spares the start of one; its workers are processes all the same."""
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the folder of the config first
-    return lambda *arguments: CliRunner().invoke(app, ["verify", str(project / "mine.yaml"), *arguments])
+def verify_here(project: Path, lockstep_here: Command) -> Command:
+    return partial(lockstep_here, "verify", "mine.yaml")
 
 
-def test_the_first_difference_of_a_run_that_is_not_reproducible_is_shown(verify_here: Callable[..., Result]) -> None:
+def test_the_first_difference_of_a_run_that_is_not_reproducible_is_shown(verify_here: Command) -> None:
     # One number is run twice.
     finished = verify_here("model=mine:Clock", "--workers", "1", "--steps", "2")
-    assert finished.exit_code == 1
+    assert finished.code == 1
     said = " ".join(finished.stdout.split())
     assert "NOT equal: 1 worker, again against 1 worker: the first difference is after step 1, in 0.weight (and" in said
     assert "The run is not reproducible with any number of workers" in said
 
 
-def test_a_run_that_depends_on_the_number_of_workers_is_reported(verify_here: Callable[..., Result]) -> None:
+def test_a_run_that_depends_on_the_number_of_workers_is_reported(verify_here: Command) -> None:
     finished = verify_here("model=mine:Counting", "--workers", "1,2", "--steps", "1")
-    assert finished.exit_code == 1
+    assert finished.code == 1
     assert "Two runs with 1 worker give the same bits" in finished.stdout
 
 
-def test_workers_of_one_run_that_differ_are_reported(verify_here: Callable[..., Result]) -> None:
+def test_workers_of_one_run_that_differ_are_reported(verify_here: Command) -> None:
     # In the second step the trainer would see nothing: all have written as often.
     finished = verify_here("optimizer=mine:PerRank", "--workers", "2", "--steps", "1")
-    assert finished.exit_code == 1
+    assert finished.code == 1
     said = " ".join(finished.stdout.split())
     assert re.search(r"│ 1 │ \w{16} │ \w{16} ! │", said)
     assert "NOT equal: 2 workers, rank 1, against the first run: the first difference is after step 1, in 0.weight" in (
@@ -115,7 +111,7 @@ def test_workers_of_one_run_that_differ_are_reported(verify_here: Callable[..., 
 @pytest.mark.parametrize(
     ("workers", "said"), [("1,x", "expected numbers of workers such as 1,2,3"), ("1,4", "4 workers cannot share")]
 )
-def test_numbers_that_cannot_be_are_refused(verify_here: Callable[..., Result], workers: str, said: str) -> None:
+def test_numbers_that_cannot_be_are_refused(verify_here: Command, workers: str, said: str) -> None:
     refused = verify_here("--workers", workers)
-    assert refused.exit_code == 2
+    assert refused.code == 2
     assert said in refused.stderr
