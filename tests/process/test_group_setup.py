@@ -194,40 +194,32 @@ def assert_all_raise(outcomes: Sequence[SetUp], *parts: str) -> None:
 
 
 @pytest.mark.usefixtures("restarted")
-def test_two_workers_with_one_rank_are_reported_at_once(workers: SetUpWorkers) -> None:
-    outcomes = workers.set_up(free_port(), (0, 3), (1, 3), (1, 3))
-    assert_all_raise(outcomes, "Two workers have rank 1 of 3: process ")
-    assert max(seconds for _, seconds in outcomes) < AT_ONCE_SECONDS
-
-
-def test_two_workers_with_rank_0_are_reported_at_once(workers: SetUpWorkers) -> None:
-    # One of them cannot serve the store, since the other does.
-    outcomes = workers.set_up(free_port(), (0, 3), (0, 3), (1, 3))
-    assert_all_raise(outcomes, "Two workers have rank 0 of 3: process ")
-    assert max(seconds for _, seconds in outcomes) < AT_ONCE_SECONDS
-
-
-def test_workers_given_different_world_sizes_are_reported_at_once(workers: SetUpWorkers) -> None:
-    outcomes = workers.set_up(free_port(), (0, 2), (1, 3), (2, 3))
-    assert_all_raise(outcomes, "different world sizes: rank ", "rank 0 (process ", "WORLD_SIZE")
-    assert max(seconds for _, seconds in outcomes) < AT_ONCE_SECONDS
-
-
-def test_workers_asked_for_different_backends_are_reported_at_once(workers: SetUpWorkers) -> None:
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ([(0, 3, {}), (1, 3, {}), (1, 3, {})], ["Two workers have rank 1 of 3: process "]),
+        # One of them cannot serve the store, since the other does.
+        ([(0, 3, {}), (0, 3, {}), (1, 3, {})], ["Two workers have rank 0 of 3: process "]),
+        ([(0, 2, {}), (1, 3, {}), (2, 3, {})], ["different world sizes: rank ", "rank 0 (process ", "WORLD_SIZE"]),
+        (
+            [(0, 3, {}), (1, 3, {"backend": "nccl"}), (2, 3, {})],
+            ["rank 1 (process ", "'nccl'", "'gloo'", "same backend"],
+        ),
+        (
+            [(0, 2, {"check": False}), (1, 2, {"check": True})],
+            ["different backends", "'gloo with check=False'", "'gloo with check=True'"],
+        ),
+    ],
+    ids=["rank 1 twice", "rank 0 twice", "world sizes", "backends", "checks"],
+)
+def test_workers_that_disagree_are_reported_at_once(
+    workers: SetUpWorkers, asked: list[tuple[int, int, dict[str, Any]]], said: list[str]
+) -> None:
     port = free_port()
-    for place, backend in enumerate(["gloo", "nccl", "gloo"]):
-        workers.start(place, environ(port, place, 3), backend=backend)
-    outcomes = [workers.outcome(place) for place in range(3)]
-    assert_all_raise(outcomes, "rank 1 (process ", "'nccl'", "'gloo'", "same backend")
-    assert max(seconds for _, seconds in outcomes) < AT_ONCE_SECONDS
-
-
-def test_workers_of_which_one_checks_are_reported_at_once(workers: SetUpWorkers) -> None:
-    port = free_port()
-    for place, check in enumerate([False, True]):
-        workers.start(place, environ(port, place, 2), check=check)
-    outcomes = [workers.outcome(place) for place in range(2)]
-    assert_all_raise(outcomes, "different backends", "'gloo with check=False'", "'gloo with check=True'")
+    for place, (rank, world_size, options) in enumerate(asked):
+        workers.start(place, environ(port, rank, world_size), **options)
+    outcomes = [workers.outcome(place) for place in range(len(asked))]
+    assert_all_raise(outcomes, *said)
     assert max(seconds for _, seconds in outcomes) < AT_ONCE_SECONDS
 
 
