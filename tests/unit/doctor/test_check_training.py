@@ -126,10 +126,17 @@ MISTAKES: list[tuple[str, Edits]] = [
     ("loss-divided", [(BACKWARD, "            (loss / dist.get_world_size()).backward()\n")]),
     ("loss-divided", [(BACKWARD, f"            loss /= world_size\n{BACKWARD}")]),
     ("loss-divided", [(LOSS, f"{LOSS}\n            loss = loss / (4 * world_size)")]),
+    ("loss-divided", [(BACKWARD, "            loss.div(world_size).backward()\n")]),
+    ("loss-divided", [("def main", "def objective(output, labels):\n    return F.cross_entropy(output, labels) / dist.get_world_size()\n\n\ndef main"), (LOSS, "loss = objective(model(inputs), labels)")]),
+    ("gradients-summed", [(BACKWARD, f"{BACKWARD}            for group in optimizer.param_groups:\n                for p in group['params']:\n                    dist.all_reduce(p.grad)\n")]),
+    ("inner-module", [("optimizer = torch", "inner = model.module\n    optimizer = torch"), (LOSS, "loss = F.cross_entropy(inner(inputs), labels)")]),
     ("inner-module", [(LOSS, "loss = F.cross_entropy(model.module(inputs), labels)")]),
     ("inner-module", [(LOSS, "loss = F.cross_entropy(model.module.forward(inputs), labels)")]),
     ("own-folder", [(DATA, f'    folder = f"runs/{{datetime.datetime.now():%H%M%S}}"\n    os.makedirs(folder, exist_ok=True)\n{DATA}')]),
     ("own-folder", [(DATA, f'    folder = os.path.join("runs", time.strftime("%Y%m%d-%H%M%S"))\n    path = os.path.join(folder, "log.txt")\n    log = open(path, "w")\n{DATA}')]),
+    ("own-folder", [(DATA, f'    os.makedirs("runs/run_%d" % int(time.time()))\n{DATA}')]),
+    ("own-folder", [(DATA, f'    folder = "runs/run_%d" % int(time.time())\n    os.makedirs(folder)\n{DATA}')]),
+    ("padded-evaluation", [("    dist.destroy", "    tests = DataLoader(data, sampler=DistributedSampler(data, shuffle=False))\n    evaluate(model, tests)\n    dist.destroy"), ("def main", "def evaluate(network, test_loader):\n    network.eval()\n    for inputs, labels in test_loader:\n        network(inputs)\n\n\ndef main")]),
 ]  # fmt: skip
 RIGHT: list[Edits] = [
     [],
@@ -171,6 +178,7 @@ RIGHT: list[Edits] = [
     [(DATA, f'    if rank == 0:\n        os.makedirs(f"runs/{{datetime.datetime.now():%H%M%S}}")\n{DATA}')],
     [(DATA, f'    folder = f"runs/{{datetime.datetime.now():%H%M%S}}"\n    names = [folder]\n    dist.broadcast_object_list(names)\n    os.makedirs(names[0], exist_ok=True)\n{DATA}')],
     [(DATA, f'    folder = f"runs/{{datetime.datetime.now():%H%M%S}}"\n    if rank == 0:\n        os.makedirs(folder, exist_ok=True)\n{DATA}')],
+    [(STEP, f"{STEP}            took = str(datetime.timedelta(seconds=time.time() - 3))\n            torch.save(took, f'{{rank}}.pt')\n")],
     [(DATA, f'    start = time.time()\n    with open("data.bin", "rb") as file:\n        took = time.time() - start\n{DATA}')],
 ]  # fmt: skip
 

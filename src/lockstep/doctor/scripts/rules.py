@@ -155,7 +155,8 @@ def _evaluated_names(source: ScriptSource) -> set[str]:
         withs = " ".join(ast.unparse(item) for each in (*around, *inside) for item in each.items)
         function = source.function_of(loop)
         decorated = " ".join(map(ast.unparse, getattr(function, "decorator_list", [])))
-        if re.search(r"no_grad|inference_mode", withs + decorated):
+        evaluates = re.search(r"\.eval\(\)", ast.unparse(function)) and not has_backward(function)
+        if evaluates or re.search(r"no_grad|inference_mode", withs + decorated):
             for each in ast.walk(loop.iter):
                 if isinstance(each, ast.Name | ast.Attribute):
                     found |= given_for(source, function, last_name(each))

@@ -136,7 +136,7 @@ def _changes(source: ScriptSource, call: ast.Call) -> bool:
     value, function = call.args[0], source.function_of(call)
     parameters = {each.arg for node in ast.walk(function) if isinstance(node, ast.arguments) for each in node.args}
     names = names_in(value)
-    if names & parameters or any(isinstance(each, ast.Call) for each in ast.walk(value)):
+    if names & (parameters - {"self"}) or any(isinstance(each, ast.Call) for each in ast.walk(value)):
         return True
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Store):
@@ -236,8 +236,12 @@ def _function_name(source: ScriptSource, node: ast.AST) -> str:
 def _seeds(source: ScriptSource, family: str) -> list[ast.Call]:
     """Return the calls that seed a generator of this process."""
     defined = {node.name for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef)}
-    given = [call for call in source.calls if call.args and last_name(call.func) in _SEEDING_ALL - defined]
-    return [*given, *(call for each, call in _calls_of(source, _SEEDING) if each == family and call.args)]
+    found = [call for call in source.calls if call.args and last_name(call.func) in _SEEDING_ALL - defined]
+    found += [call for each, call in _calls_of(source, _SEEDING) if each == family and call.args]
+    used = {last_name(call.func) for call in source.calls} | {
+        last_name(each) for each in _values_given(source, "worker_init_fn")
+    }
+    return [each for each in found if _function_name(source, each) in used | {"", "main"}] or found
 
 
 def _differs_between_ranks(source: ScriptSource, seed: ast.Call) -> bool:
@@ -313,24 +317,18 @@ def _is_sent(source: ScriptSource, names: set[str]) -> bool:
 
 def _check_sums(source: ScriptSource) -> Iterator[ScriptFinding]:
     """Look for gradients that the wrapper has averaged, and their norms, that are added up over the ranks again."""
-    text = ast.unparse(source.tree)
+    text, sizes = ast.unparse(source.tree), _world_sizes(source)
     if re.search(r"no_sync|register_comm_hook|FullyShardedDataParallel|fully_shard", text):
         return
     for call in source.calls:
         if not is_collective(source, call) or last_name(call.func) != "all_reduce" or has_group(call) or not call.args:
             continue
-        operation, parts = argument(call, "op", 1), _flows_in(source, call.args[0])
-        is_sum = operation is None or last_name(operation) == "SUM"
-        is_divided = re.search(
-            rf"{re.escape(ast.unparse(call.args[0]))} ?(/=?|\.div_?\() ?({_world_sizes(source)})", text
-        )
-        flows = " ".join(map(ast.unparse, parts))
-        if (
-            is_sum
-            and not is_divided
-            and re.search(r"\.grad\b|clip_grad", flows)
-            and _is_of_wrapped(source, call, flows)
-        ):
+        operation, summed = argument(call, "op", 1), re.escape(ast.unparse(call.args[0]))
+        if operation is not None and last_name(operation) != "SUM":
+            continue
+        flows = " ".join(map(ast.unparse, _flows_in(source, call.args[0])))
+        is_divided = re.search(rf"{summed} ?(/=?|\.div_?\() ?({sizes})", text)
+        if not is_divided and re.search(r"\.grad\b|clip_grad", flows) and _is_of_wrapped(source, call, flows):
             is_norm = re.search(r"norm|pow|square|\*\*", flows)
             yield finding("norm-summed" if is_norm else "gradients-summed", call, f"pass  # no {ast.unparse(call)}")
 
@@ -352,80 +350,81 @@ def _world_sizes(source: ScriptSource) -> str:
         [
             r"[\w.]*(?i:world_?size)\b",
             r"[\w.]*\bnum_(?:gpus|ranks|replicas)\b",
-            *(rf"(?:self\.)?{each}\b" for each in named),
+            rf"(?:self\.)?(?:{'|'.join(named) or '-'})\b",
         ]
     )
 
 
 def _is_of_wrapped(source: ScriptSource, call: ast.Call, flows: str) -> bool:
     """Return whether the gradients that flow into a call are those of a model that is wrapped."""
-    function = source.function_of(call)
+    function, wrapped = source.function_of(call), wrapped_names(source)
     loops = [each.iter for each in ast.walk(function) if isinstance(each, ast.For | ast.comprehension)]
     text = " ".join([flows, *(ast.unparse(value) for each in loops for value in (each, *source.values_of(each)))])
-    wrapped = wrapped_names(source)
-    inner = {
-        last_name(argument)
-        for calls in wrapped.values()
-        for call in calls
-        for argument in getattr(call, "args", [])[:1]
-    }
+    made = [each for calls in wrapped.values() for each in calls if isinstance(each, ast.Call)]
+    inner = {last_name(argument) for each in made for argument in each.args[:1]}
     names = re.findall(r"(\w+)\.(?:named_)?parameters\(\)", text)
-    return any(given_for(source, function, each) & {*wrapped, *inner, "module"} for each in names) and bool(wrapped)
+    owners = {other for name in names for other in given_for(source, function, name)}
+    return bool(wrapped) and (bool(owners & {*wrapped, *inner, "module"}) or "param_groups" in text)
 
 
 def _check_divided_loss(source: ScriptSource) -> Iterator[ScriptFinding]:
     text = ast.unparse(source.tree)
     if not wrapped_names(source) or re.search(r"register_comm_hook|all_reduce\([^)\n]*\.grad\b", text):
         return
-    divided = re.compile(rf" / (\(?[\w.]+ \* )?([\w.]*\.)?({_world_sizes(source)})")
+    divided = re.compile(rf"( / |\.div_?\()(\(?[\w.]+ \* )?([\w.]*\.)?({_world_sizes(source)})")
     for call in source.calls:
-        given = getattr(call.func, "value", call)
-        texts = map(ast.unparse, (given, *source.values_of(given)))
-        if last_name(call.func) == "backward" and any(map(divided.search, texts)):
-            yield finding("loss-divided", call, "loss.backward()  # of the mean over this rank's samples, as it is")
+        if last_name(call.func) == "backward" and isinstance(call.func, ast.Attribute):
+            values = [call.func.value, *call.args, *source.values_of(call.func.value)]
+            called = {last_name(each.func) for each in values if isinstance(each, ast.Call)} - {""}
+            functions = [each for each in ast.walk(source.tree) if getattr(each, "name", "") in called]
+            returned = [one.value for each in functions for one in ast.walk(each) if isinstance(one, ast.Return)]
+            if any(divided.search(ast.unparse(each)) for each in [*values, *returned] if each is not None):
+                yield finding("loss-divided", call, "loss.backward()  # of the mean over this rank's samples, as it is")
 
 
 def _check_inner_module(source: ScriptSource) -> Iterator[ScriptFinding]:
     wrapped = wrapped_names(source)
     for call in source.calls:
-        inner = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "forward" else call.func
-        if not (isinstance(inner, ast.Attribute) and inner.attr == "module" and last_name(inner.value) in wrapped):
-            continue
-        around = [item for each in source.ancestors(call) if isinstance(each, ast.With) for item in each.items]
-        decorators = getattr(source.function_of(call), "decorator_list", [])
-        if not re.search(r"no_grad|inference_mode", " ".join(map(ast.unparse, [*around, *decorators]))):
-            yield finding(
-                "inner-module", call, ast.unparse(call).replace(ast.unparse(call.func), ast.unparse(inner.value))
-            )
+        called = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "forward" else call.func
+        is_another = isinstance(called, ast.Name) and has_backward(source.function_of(call))  # another name of it
+        for inner in source.values_of(called) if is_another else [called]:
+            if not (isinstance(inner, ast.Attribute) and inner.attr == "module" and last_name(inner.value) in wrapped):
+                continue
+            around = [item for each in source.ancestors(call) if isinstance(each, ast.With) for item in each.items]
+            decorators = getattr(source.function_of(call), "decorator_list", [])
+            if not re.search(r"no_grad|inference_mode", " ".join(map(ast.unparse, [*around, *decorators]))):
+                mended = ast.unparse(call).replace(ast.unparse(call.func), ast.unparse(inner.value))
+                yield finding("inner-module", call, mended)
 
 
 # -- Files -------------------------------------------------------------------------------------------------------------
 
 
 def _check_own_folder(source: ScriptSource) -> Iterator[ScriptFinding]:
+    writing = [each for each in source.calls if _WRITING.search(last_name(each.func)) and not source.is_guarded(each)]
+    given = [(set[str](), each) for call in writing for each in call.args if _is_time(source, each)]
     for name, values in source.assigned.items():
-        value = next((each for each in values if _is_time(source, each)), None)
-        if value is None or source.is_guarded(value):
-            continue
         names = {name}
         for _ in range(2):
             names |= {
                 other for other, parts in source.assigned.items() if any(names & names_in(each) for each in parts)
             }
-        made_of = [each for other in names for each in source.assigned.get(other, ())]
-        writing = [each for each in source.calls if _WRITING.search(last_name(each.func)) and names & names_in(each)]
-        is_own = not any(source.mentions_rank(each) for each in made_of) and not _is_sent(source, names)
-        if is_own and not all(map(source.is_guarded, writing)):
+        if any(names & names_in(each) for each in writing):
+            given += [(names, each) for each in values if _is_time(source, each) and not source.is_guarded(each)][:1]
+    for names, value in given:
+        made_of = [value, *(each for other in names for each in source.assigned.get(other, ()))]
+        if not any(source.mentions_rank(each) for each in made_of) and not _is_sent(source, names):
             yield finding("own-folder", value, f"{source.line(value)}  # on rank 0, then dist.broadcast_object_list")
 
 
 def _is_time(source: ScriptSource, value: ast.expr) -> bool:
     """Return whether a text is made of the present time, or of what is another one in each process."""
-    names = [source.full_name(each.func) for each in ast.walk(value) if isinstance(each, ast.Call)]
-    text = ast.unparse(value)
-    return any(map(_TIMES.search, names)) and bool(
-        re.search(r"\bf['\"]|strftime|ctime|str\(|format\(|join\(|Path\(|token", text)
+    names, text = (
+        [source.full_name(each.func) for each in ast.walk(value) if isinstance(each, ast.Call)],
+        ast.unparse(value),
     )
+    is_text = re.search(r"\bf['\"]|['\"] [%+] |strftime|isoformat|ctime|str\(|format\(|join\(|Path\(|token", text)
+    return bool(is_text) and any(map(_TIMES.search, names)) and " - " not in text  # which would be a duration
 
 
 TRAINING_RULES: Final[tuple[Callable[[ScriptSource], Iterator[ScriptFinding]], ...]] = (
