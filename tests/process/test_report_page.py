@@ -69,4 +69,6 @@ def test_a_browser_shows_the_page_without_errors(run_dir: Path, tmp_path: Path) 
         page.evaluate("document.documentElement.lang = 'en'; document.getElementById('language').click()")
         assert page.evaluate("getComputedStyle(document.querySelector('h2 .zh')).display") != "none"
         assert page.evaluate("getComputedStyle(document.querySelector('h2 .en')).display") == "none"
+        page.send("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=2, mobile=True)
+        page.wait_until("document.documentElement.scrollWidth <= 390")  # a phone's
         assert page.errors == []
