@@ -103,7 +103,8 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+# The starters are copied for users, and import what users import.
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py")) if "starter" not in path.parts}
 
 
 @functools.cache

@@ -88,7 +88,7 @@ def warn_of_pair(result: Any) -> None:
             "weight, so one is easily taken for the other. Return ls.Mean(total, weight), which is the same for both: "
             "here ls.Mean(loss * weight, weight), or the sum that the mean was made of. Pairs are still read as "
             "before. (LS507)",
-            DeprecationWarning,
+            FutureWarning,
             stacklevel=stacklevel_of_user(),
         )
 

@@ -281,8 +281,8 @@ def test_a_weight_with_a_gradient_is_refused() -> None:
 
 def test_a_pair_is_told_once_and_a_sum_in_it_refused() -> None:
     """A metric returns a sum and a count, and given as a loss it made the gradient as large as the slice."""
-    with pytest.warns(DeprecationWarning, match=r"Return ls\.Mean\(total, weight\).*LS507") as warned:
+    with pytest.warns(FutureWarning, match=r"Return ls\.Mean\(total, weight\).*LS507") as warned:
         take_steps(encoder(), lambda net, batch: (cross_entropy(net(batch[0]), batch[1]), len(batch[1])))
     assert len(warned) == 1
-    with pytest.warns(DeprecationWarning, match="LS507"), pytest.raises(LossError, match="LS533"):
+    with pytest.warns(FutureWarning, match="LS507"), pytest.raises(LossError, match="LS533"):
         take_steps(encoder(), lambda net, batch: (cross_entropy(net(batch[0]), batch[1], reduction="sum"), ROWS))

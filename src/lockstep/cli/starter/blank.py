@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+import lockstep as ls
+
 
 class Net(nn.Module):
     """Your model. What the data yield as input comes in; what goes out is given to the loss, with the target."""
@@ -25,9 +27,9 @@ def datasets() -> tuple[Dataset[tuple[Tensor, ...]], Dataset[tuple[Tensor, ...]]
     return TensorDataset(inputs[100:], targets[100:]), TensorDataset(inputs[:100], targets[:100])
 
 
-def far_off(output: Tensor, target: Tensor, limit: float = 0.5) -> tuple[float, int]:
+def far_off(output: Tensor, target: Tensor, limit: float = 0.5) -> ls.Mean:
     """Return the sum of a metric over samples, and their number: here how many are wrong by more than a limit."""
-    return float(((output - target).abs() > limit).sum()), len(target)
+    return ls.Mean(((output - target).abs() > limit).sum(), len(target))
 
 
 def new() -> Dataset[tuple[Tensor, ...]]:

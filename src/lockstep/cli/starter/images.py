@@ -5,6 +5,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import lockstep as ls
 from lockstep.recipes.images import Pictures, folder
 
 IMAGES = Path(__file__).parent / "images"
@@ -32,9 +33,9 @@ def datasets(image_size: int = 24) -> tuple[Pictures, Pictures]:
     return folder(IMAGES, image_size=image_size)
 
 
-def top2(output: Tensor, target: Tensor) -> tuple[float, int]:
+def top2(output: Tensor, target: Tensor) -> ls.Mean:
     """Return the sum of a metric over samples, and their number: here how often the class is one of the best two."""
-    return float((output.topk(2).indices == target[:, None]).sum()), len(target)
+    return ls.Mean((output.topk(2).indices == target[:, None]).sum(), len(target))
 
 
 def new() -> Dataset[tuple[Tensor, int]]:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+import lockstep as ls
+
 TABLE = Path(__file__).parent / "table.csv"
 
 
@@ -30,9 +32,9 @@ def datasets(test_fraction: float = 0.2) -> tuple[Dataset[tuple[Tensor, ...]], D
     return pairs(train), pairs(test)
 
 
-def absolute_error(output: Tensor, target: Tensor) -> tuple[float, int]:
+def absolute_error(output: Tensor, target: Tensor) -> ls.Mean:
     """Return the sum of a metric over samples, and their number: here how far the outputs are from the targets."""
-    return float((output - target).abs().sum()), len(target)
+    return ls.Mean((output - target).abs().sum(), len(target))
 
 
 def new() -> Dataset[tuple[Tensor, ...]]:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import lockstep as ls
+
 TEXTS = Path(__file__).parent / "texts.csv"
 NUM_CODES, LENGTH = 256, 64
 """The codes are bytes, 0 where a text is shorter; longer texts are cut."""
@@ -54,9 +56,9 @@ def datasets(test_fraction: float = 0.2) -> tuple[Texts, Texts]:
     return Texts(train, labels), Texts(test, labels)
 
 
-def top2(output: Tensor, target: Tensor) -> tuple[float, int]:
+def top2(output: Tensor, target: Tensor) -> ls.Mean:
     """Return the sum of a metric over samples, and their number: here how often the class is one of the best two."""
-    return float((output.topk(2).indices == target[:, None]).sum()), len(target)
+    return ls.Mean((output.topk(2).indices == target[:, None]).sum(), len(target))
 
 
 def new() -> Texts:
