@@ -214,6 +214,7 @@ def __dir__() -> list[str]:
 with _collector_paused():
     import_module("lockstep.comm")
     import_module("lockstep.launch")
+    import_module("lockstep.torch_private.loaders")  # takes note of the iterators of loaders from now on
     import_module("lockstep.processes.loaded_states").watch_loaded_states()
 globals().pop("launch", None)  # the package, which is bound by its import and never again: the name is the function
 use_optimizers_without_compiler()

@@ -47,6 +47,7 @@ OTHERS_CODE = {
         "comm/bootstrap/store.py: _await_store",
         "comm/objects.py: unpack_plain, pack_plain",
         "comm/stored_values.py: _to_record, _to_value, _to_number, _to_texts",
+        "doctor/scripts/source.py: ScriptSource._value_of_name",
         "data/slice_loading.py: _LoadingProcesses._lost",
         "devices/nvml.py: _explain",
         "launch/control.py: connect",

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from lockstep.comm import current_world
 from lockstep.errors import GroupError
 from lockstep.processes.user_line import stacklevel_of_user
-from lockstep.torch_private.loaders import is_before_first_batch
+from lockstep.torch_private.loaders import is_before_first_batch, note_sampler
 
 _Order = tuple[int, int, int]
 """What the order of an epoch is identified by: calls of `set_epoch`, epoch, seed."""
@@ -100,6 +100,7 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         return super().__len__()
 
     def __iter__(self) -> Iterator[int]:
+        note_sampler(self)
         self._follow_dataset()
         order = (self.num_epochs_set, self.epoch, self.seed)
         if order == self._repeated:  # and an epoch after that begins in this order, so it was not only inspected

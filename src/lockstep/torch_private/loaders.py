@@ -1,8 +1,12 @@
 """What a DataLoader that draws indices from a sampler has done so far, and its loading processes."""
 
+import functools
 import sys
+import weakref
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from types import FrameType
+from typing import Any, Final, final
 
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -10,6 +14,48 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 _MOST_SAMPLERS = 8
 LoaderIterator = _BaseDataLoaderIter
 """The class of what `iter(loader)` returns, with and without workers."""
+
+
+@final
+class _Noted:
+    """Objects in the order in which they were noted, as long as somebody else holds them (any thread)."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[Any]] = {}
+
+    def add(self, value: object) -> None:
+        key, references = id(value), self._references
+        if key not in references:
+            with suppress(TypeError):  # a sampler may be a list
+                references[key] = weakref.ref(value, lambda _: references.pop(key, None))
+
+    def alive(self) -> list[Any]:
+        return [each for each in (reference() for reference in list(self._references.values())) if each is not None]
+
+
+_ITERATORS: Final = _Noted()
+_SAMPLERS: Final = _Noted()
+iterators = _ITERATORS.alive
+"""Return the iterators of DataLoaders that were made since this module was imported, oldest first (local)."""
+used_samplers = _SAMPLERS.alive
+"""Return the samplers of these iterators, and those that were noted, in the order in which they were used (local)."""
+note_sampler = _SAMPLERS.add
+"""Take note of a sampler that is iterated by itself."""
+
+
+def _note_iterators() -> None:
+    # To look for them among all objects of the process would take 0.1 s.
+    kind: Any = LoaderIterator
+    make = kind.__init__
+
+    @functools.wraps(make)
+    def make_and_note(iterator: LoaderIterator, loader: Any) -> None:
+        make(iterator, loader)
+        _ITERATORS.add(iterator)
+        for each in samplers_of(iterator):
+            _SAMPLERS.add(each)
+
+    kind.__init__ = make_and_note
 
 
 def without_interruption(iterator: LoaderIterator) -> None:
@@ -101,3 +147,6 @@ def is_before_first_batch() -> bool:
             return loading._num_yielded == 0
         frame = frame.f_back
     return False
+
+
+_note_iterators()

@@ -19,8 +19,8 @@ All calls of the ranks agree. But the iterators of DataLoaders count what they h
 ahead by one. So these counts are compared in each backward; where one rank is ahead by the same number in several
 backwards in a row, it is warned of.
 
-A wrapper is not given the samplers of a script, so it looks for them among the objects of the process: once, in the
-second reduction, when there are batches already.
+A wrapper is not given the samplers of a script. But iterators of DataLoaders are noted when they are made, and their
+samplers (`torch_private.loaders`): so those that are trained on are compared from the first backward on.
 
 [Note: what a data set holds] A DistributedSampler gives each rank indices, so index 7 must be the same sample on every
 rank. It is not where files were listed in another order (`os.listdir`, a set), or where each rank has split the data
@@ -53,7 +53,6 @@ from lockstep.parallel.comparison.check import (
     Lines,
     Reduced,
     Scope,
-    find_objects,
     others_than_first,
     warn_once,
 )
@@ -63,7 +62,7 @@ from lockstep.reduce.model import Description, describe_differences
 from lockstep.reduce.status import FINGERPRINT_LIMIT
 from lockstep.reduce.tensor_bits import glance_at_bits
 from lockstep.torch_private.autograd import is_inside_transform
-from lockstep.torch_private.loaders import LoaderIterator, kept_dataset, num_yielded
+from lockstep.torch_private.loaders import LoaderIterator, iterators, kept_dataset, num_yielded, used_samplers
 from lockstep.torch_private.modules import tree_leaves, version_of
 
 _NUM_ALIKE: Final = 3
@@ -71,22 +70,21 @@ _NUM_ALIKE: Final = 3
 _NUM_WITH_DATA: Final = 4
 _NUM_BETWEEN_DATA: Final = 64
 """In the first so many of every `_NUM_BETWEEN_DATA` reductions is seen whether ranks have the same data."""
-_FIRST_LOOK: Final = 2
-"""In which reduction iterators and samplers are looked for first; it takes some milliseconds."""
-_NUM_LOOKS: Final = 3
-_NUM_BETWEEN: Final = 256
-"""Iterators are looked for when none is left: so often, and once more after every so many reductions; where none was
-ever found, after twice, four times, ... as many, for it takes up to 0.1 s in a process of many objects."""
 _NUM_FRUITLESS: Final = 8
 """After so many exchanges without a finding the counts are compared no more."""
-_NAMES: Final = ("num_replicas", "shuffle", "seed", "epoch", "drop_last", "num_samples")
-"""What of a sampler must be the same on all ranks."""
+_NAMES: Final = ("num_replicas", "shuffle", "seed", "epoch", "drop_last", "total_size")
+"""What of a sampler must be the same on all ranks; `num_samples` is that of the rank where nothing is padded."""
 _MOST_SEEN: Final = 256
 _MOST_NUMBERS: Final = 1 << 14
 _LONGEST_TEXT: Final = 200
 _DEPTH: Final = 3
 """So many data sets within one another are looked at: a part of a part of the data."""
 _PLAIN: Final = (str, int, float, PurePath)
+_MOST_SENT: Final = 32
+"""So many first items of a list are sent to the other ranks, to find the first that differs."""
+_MOST_SHOWN: Final = 3
+Items = Mapping[str, tuple[tuple[str, ...], int]]
+"""By where a data set holds them: the first items in words, and a number for all of them."""
 
 
 @final
@@ -251,8 +249,6 @@ class LoaderPositions(Check):
         self._iterators: list[weakref.ref[Any]] = []
         self._kept: weakref.WeakKeyDictionary[Any, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
         self._has_warned = False
-        self._num_looks = 0
-        self._has_found = False
         self._is_over = False
         self._offsets: tuple[int, ...] = ()
         self._num_alike = self._num_fruitless = self._last = self._num_reductions = 0
@@ -274,18 +270,9 @@ class LoaderPositions(Check):
     def reset(self, reduction: Reduced | None) -> None:
         if reduction is not None:
             self._num_reductions = reduction.number
-            self._find_iterators(reduction.number)
+            if not self.alive():
+                self._iterators = [weakref.ref(each) for each in iterators()]
             self._compare_data_sets()
-
-    def _find_iterators(self, num_reductions: int) -> None:
-        is_found = any(reference() is not None for reference in self._iterators)
-        if self._is_over or num_reductions < _FIRST_LOOK or is_found:
-            return
-        spans = num_reductions // _NUM_BETWEEN
-        if self._num_looks < _NUM_LOOKS + (spans if self._has_found else spans.bit_length()):
-            self._num_looks += 1
-            self._iterators = [weakref.ref(each) for each in find_objects(LoaderIterator)]
-            self._has_found = self._has_found or bool(self._iterators)
 
     def alive(self) -> list[LoaderIterator]:
         return [each for each in (reference() for reference in self._iterators) if each is not None]
@@ -345,16 +332,21 @@ class DataSamplers(Check):
     def __init__(self, world: World) -> None:
         self._world = world
         self._found: list[weakref.ref[DistributedSampler[Any]]] = []
-        self._items: dict[int, dict[str, str]] = {}
+        self._items: dict[int, Items] = {}
         self._has_warned = False
         self._is_asked = True
 
-    def find(self) -> None:
-        found: list[DistributedSampler[Any]] = list(filter(_is_complete, find_objects(DistributedSampler)))
-        self._found = [weakref.ref(each) for each in found]
-        # One replica: each rank may have data of its own.
-        self._items = {id(each): describe_items(each.dataset) for each in found if each.num_replicas != 1}
-        for sampler in found:
+    def begin(self) -> None:
+        known = self._alive()
+        for sampler in used_samplers():
+            # Not isinstance, which would run the code of proxies.
+            if not (issubclass(type(sampler), DistributedSampler) and _is_complete(sampler)) or any(
+                sampler is each for each in known
+            ):
+                continue
+            self._found.append(weakref.ref(sampler))
+            # One replica: each rank may have data of its own.
+            self._items[id(sampler)] = describe_items(sampler.dataset) if sampler.num_replicas != 1 else {}
             if sampler.shuffle and sampler.num_replicas != self._world.world_size and not self._has_warned:
                 self._has_warned = True
                 warn_once(
@@ -367,39 +359,40 @@ class DataSamplers(Check):
     def number(self) -> int:
         if not self._found or not self._is_asked:
             return 0
-        # Sorted: the order in which the collector lists objects depends on when it ran on this rank.
+        # Sorted: a rank may have evaluated before the others.
         numbers = (
             (*(int(getattr(each, name)) for name in self._names_of(each)), number_items(self._items.get(id(each), {})))
             for each in self._alive()
         )
         return hash(tuple(sorted(numbers)))
 
-    def record(self) -> tuple[Description, ...]:
+    def record(self) -> tuple[tuple[Description, Items], ...]:
         described = [
-            {**{name: repr(getattr(each, name)) for name in self._names_of(each)}, **self._items.get(id(each), {})}
+            ({name: repr(getattr(each, name)) for name in self._names_of(each)}, self._items[id(each)])
             for each in (self._alive() if self._is_asked else ())
         ]
-        return tuple(sorted(described, key=lambda each: tuple(each.values())))
+        return tuple(sorted(described, key=lambda each: tuple(each[0].values())))
 
-    def judge(self, found: Sequence[Sequence[Description]], lines: Sequence[Lines]) -> LockstepError | None:  # noqa: ARG002
+    def judge(
+        self,
+        found: Sequence[Sequence[tuple[Description, Items]]],
+        lines: Sequence[Lines],  # noqa: ARG002
+    ) -> LockstepError | None:
         if len(set(map(len, found))) > 1:
             self._is_asked = False  # else the ranks would exchange all that they compare, in each backward
             return None
         for rank, described in others_than_first(found):
-            for here, there in zip(described, found[0], strict=True):
+            for (here, items), (there, first_items) in zip(described, found[0], strict=True):
                 if here != there:
                     return ReductionError(
                         f"The DistributedSamplers of ranks {rank} and 0 differ: {describe_differences(here, there)}. "
                         "So some samples would be seen by several ranks, and others by none, or a rank is ahead of the "
-                        "other by batches that it has skipped or not had. Make samplers alike on every rank, over the "
-                        "same data in one order (sort what lists files), and call set_epoch with the same number on "
-                        f"all. {SWITCH} (LS317)",
+                        "other by batches that it has skipped or not had. Make samplers alike on every rank, and call "
+                        f"set_epoch with the same number on all. {SWITCH} (LS317)",
                     )
+                if items != first_items:
+                    return ReductionError(f"{_describe_other_data(rank, items, first_items)} {SWITCH} (LS317)")
         return None
-
-    def reset(self, reduction: Reduced | None) -> None:
-        if reduction is not None and reduction.number == _FIRST_LOOK:
-            self.find()
 
     @staticmethod
     def _names_of(sampler: DistributedSampler[Any]) -> Sequence[str]:
@@ -414,6 +407,30 @@ def _is_complete(sampler: object) -> bool:
     return hasattr(sampler, "dataset") and all(isinstance(getattr(sampler, name, None), Number) for name in _NAMES)
 
 
+def _describe_other_data(rank: int, here: Items, there: Items) -> str:
+    """Return how a data set of a rank differs from that of rank 0, and what to do."""
+    name = next(name for name in {**there, **here} if here.get(name) != there.get(name))
+    ours, first = (each.get(name, (("nothing",), 0))[0] for each in (here, there))
+    place = next((index for index, pair in enumerate(zip(ours, first, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        how = f"both begin with {ours[0]}, with other values in it or after it"
+    else:
+        # From the first that differs on.
+        texts = [", ".join(each[place : place + _MOST_SHOWN]) for each in (ours, first)]
+        how = f"{texts[0]}, ... on rank {rank} and {texts[1]}, ... on rank 0"
+    if name.endswith(".indices"):
+        return (
+            f"Ranks {rank} and 0 train on different parts of the data: {name} differ: {how}. random_split without a "
+            "generator draws another split on each rank, so one rank trains on what another one evaluates. Give it one "
+            "seed on all ranks: random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))."
+        )
+    return (
+        f"The data sets of the DistributedSamplers of ranks {rank} and 0 differ in {name}: {how}. A sampler "
+        "gives each rank numbers of samples, so some samples would be seen by several ranks, and others by none. Make "
+        "the data alike on every rank, in one order: sort what lists files, and draw with one seed."
+    )
+
+
 def _plain_attributes(dataset: object) -> dict[str, str]:
     """Return the numbers, texts and flags that a data set and those within it hold, as `epoch of the Images`."""
     found: dict[str, str] = {}
@@ -426,12 +443,12 @@ def _plain_attributes(dataset: object) -> dict[str, str]:
     return found
 
 
-def describe_items(dataset: object) -> dict[str, str]:
-    """Return in words the lists of a data set that have an item per sample, and its names of classes (local)."""
+def describe_items(dataset: object) -> Items:
+    """Return what a data set has of one item per sample, and its names of classes, by where it holds them (local)."""
     return dict(_describe(dataset, "data", _DEPTH))
 
 
-def _describe(dataset: object, name: str, depth: int) -> Iterator[tuple[str, str]]:
+def _describe(dataset: object, name: str, depth: int) -> Iterator[tuple[str, tuple[tuple[str, ...], int]]]:
     if not isinstance(dataset, Sized) or depth == 0:
         return
     try:
@@ -446,9 +463,9 @@ def _describe(dataset: object, name: str, depth: int) -> Iterator[tuple[str, str
     else:
         values = {key: value for key, value in attributes.items() if not _was_written(value)}
     for key, value in values.items():
-        text = _describe_value(value, num_samples)
-        if text:
-            yield f"{name}.{key}", text
+        described = _describe_value(value, num_samples)
+        if described is not None:
+            yield f"{name}.{key}", described
     inner = attributes.get("dataset")
     if inner is not None:
         yield from _describe(inner, f"{name}.dataset", depth - 1)
@@ -458,21 +475,21 @@ def _was_written(value: object) -> bool:
     return type(value) is Tensor and not value.is_inference() and version_of(value) > 0
 
 
-def _describe_value(value: Any, num_samples: int) -> str:
+def _describe_value(value: Any, num_samples: int) -> tuple[tuple[str, ...], int] | None:
     if type(value) is Tensor:
         is_plain = value.layout is torch.strided and not value.is_nested and value.device.type == "cpu"
         fits = is_plain and value.dim() > 0 and len(value) == num_samples
-        return f"a tensor of {tuple(value.shape)} with number {_number_of_rows(value)}" if fits else ""
+        return ((f"a tensor of {tuple(value.shape)}",), _number_of_rows(value)) if fits else None
     if type(value) is dict and len(value) <= _MOST_SEEN:
         numbers = _numbers_classes(value)
-        return f"{_shorten_text(repr(value))} with number {_number(list(value.items()))}" if numbers else ""
+        return ((_shorten_text(repr(value)),), _number(list(value.items()))) if numbers else None
     if type(value) not in {list, tuple} or len(value) != num_samples or not value:
-        return ""
+        return None
     seen = value[:: max(1, num_samples // _MOST_SEEN)]
     if not all(map(_is_plain, seen)):
-        return ""
+        return None
     seen = _without_folder(seen)
-    return f"{num_samples} items, {_shorten_text(repr(seen[0]))} the first, with number {_number(seen)}"
+    return tuple(_shorten_text(repr(each)) for each in seen[:_MOST_SENT]), _number(seen)
 
 
 def _numbers_classes(value: Mapping[Any, Any]) -> bool:
@@ -516,6 +533,6 @@ def _shorten_text(text: str) -> str:
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
 
 
-def number_items(described: Mapping[str, str]) -> int:
+def number_items(described: Items) -> int:
     """Return a number for what `describe_items` has returned, the same in every process (pure)."""
     return zlib.crc32(repr(sorted(described.items())).encode())

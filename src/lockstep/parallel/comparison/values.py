@@ -147,6 +147,8 @@ class ReplicaValues:
         self._is_read = False
         if self._has_steps or self._is_over:
             return self._number
+        if self._num_asked == 1:
+            return 0  # an optimizer takes its first step after this; whether there is one takes long to find out
         if self._waits is None:
             self._waits = self._awaits_step()
         elif self._num_asked > _NUM_BETWEEN:
