@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
+from tests.process import warm
 from torch.nn.attention import SDPBackend
 
 from lockstep.launch.pickling import pack
@@ -32,8 +33,8 @@ print(len(modules), len(odd), wrong)
 
 
 def test_every_module_of_torch_is_sent_by_name() -> None:
-    found = subprocess.run([sys.executable, "-c", WALK], capture_output=True, text=True, check=True).stdout
-    num_modules, num_odd, wrong = found.splitlines()[-1].split(maxsplit=2)  # some modules print
+    found = warm.run([sys.executable, "-c", WALK])
+    num_modules, num_odd, wrong = found.stdout.splitlines()[-1].split(maxsplit=2)  # some modules print
     assert int(num_modules) > 1000
     assert int(num_odd) > 10
     assert wrong == "[]"
@@ -65,10 +66,10 @@ def test_a_cached_function_of_a_script_arrives_with_an_empty_cache(tmp_path: Pat
         "    @functools.cached_property\n"
         "    def nine(self): return square(3)\n"
         "square(2)\n"
-        "sys.stdout.buffer.write(pack((square, Holder())))\n"
+        "print(pack((square, Holder())).hex())\n"
     )
-    packed = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, check=True).stdout
-    square, holder = pickle.loads(packed)
+    packed = warm.run([sys.executable, "script.py"], cwd=tmp_path).stdout
+    square, holder = pickle.loads(bytes.fromhex(packed))
     assert square.cache_info() == (0, 0, 7, 0)
     assert holder.nine == holder.nine == 9
     assert square.cache_info().misses == 1
