@@ -103,22 +103,13 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """What rank 0 was told after rank 1 ended in each way."""
-    folder = tmp_path_factory.mktemp("stores")
-    script = [sys.executable, "-c", SCRIPT, str(folder), *WAYS]
-    ended = warm.run(script)
-    lines = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert len(lines) == len(WAYS), ended.stderr
-    return {way: (rank, message) for way, rank, message in lines}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_rank_that_ends_is_lost_with_the_reason(way: str, told: dict[str, tuple[int, str]]) -> None:
-    rank, message = told[way]
-    assert rank == 1
-    assert WAYS[way] in message
+def test_a_rank_that_ends_is_lost_with_the_reason(tmp_path: Path) -> None:
+    ended = warm.run([sys.executable, "-c", SCRIPT, str(tmp_path), *WAYS])
+    told = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert sorted(way for way, _, _ in told) == sorted(WAYS), ended.stderr
+    for way, rank, message in told:
+        assert rank == 1, way
+        assert WAYS[way] in message
 
 
 # -- In a subgroup -----------------------------------------------------------------------------------------------------
