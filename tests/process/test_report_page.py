@@ -2,14 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from tests.process import browser
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.process import browser, warm
+from tests.process.test_train_command import COMMAND, EXAMPLES
 
 # Bokeh draws into shadow roots.
 DEEP = """
@@ -36,14 +33,8 @@ return tips.map((each) => each.textContent).join(" ");
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "digits"
-    command = [
-        Path(sys.executable).parent / "lockstep",
-        "train",
-        EXAMPLES / "digits.yaml",
-        "epochs=2",
-        f"run_dir={path}",
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    ended = warm.run([*COMMAND, EXAMPLES / "digits.yaml", "epochs=2", f"run_dir={path}"])
+    assert ended.returncode == 0, ended.stderr
     return path
 
 
