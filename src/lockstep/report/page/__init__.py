@@ -1,7 +1,7 @@
 """`report.html`: one page about a run, or about several side by side, that needs no network.
 
     run_data     what a run directory says: metrics, config, starts, checkpoints, recording
-    measure      where the time of each worker went, and how long a step would take on another number of workers
+    measure      how long a step would take on another number of workers
     figures      curves, the timeline of the last steps, and bars, as figures of Bokeh
     texts        every text of the page in English and in Chinese, and its colours
     page.html    the page itself, as a template of Jinja, which escapes what a run says
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.checkpoint.atomic_write import atomic_write_text
-from lockstep.doctor.slow import find_slow, recorded_usage
+from lockstep.doctor.slow import SlowReport, find_slow, recorded_usage
 from lockstep.errors import missing_extra
-from lockstep.report.page.measure import Forecast, forecast_steps, measure_steps, time_shares
+from lockstep.report.page.measure import Forecast, forecast_steps, measure_steps
 from lockstep.report.page.run_data import RunData
 from lockstep.report.page.texts import SHARE_COLOURS, TEXTS
 from lockstep.runs.listing import NOT_MEASURED, find_differences
@@ -33,6 +33,16 @@ _CURVES: Final[Mapping[str, tuple[str | None, Sequence[str]]]] = {
     "samples_per_second": (None, ("samples_per_second",)),
 }
 """After the loss and the metrics: the key of each step, and those of each epoch."""
+_PARTS: Final = {
+    "loading": "loading",
+    "forward and backward": "compute",
+    "communication": "gradients",
+    "waiting": "others",
+    "update": "update",
+    "evaluating": "evaluating",
+    "saving": "saving",
+}
+"""Parts of a worker's time, as the doctor calls them, and on the page; the others are the rest."""
 
 
 def write_page(runs: Sequence[RunData], path: Path) -> None:
@@ -114,15 +124,23 @@ def _summary(runs: Sequence[RunData]) -> dict[str, list[str]]:
 
 
 def _shares(run: RunData) -> dict[int, dict[str, float]]:
-    """Return the seconds of each part of the time of each worker that has recorded some, by rank."""
-    shares = {each.header.rank: time_shares(each.table) for each in run.workers}
-    return {rank: found for rank, found in sorted(shares.items()) if sum(found.values()) > 0}
+    """Return the seconds of each part of the time of each worker in its last steps, by rank; empty if too short."""
+    found: dict[int, dict[str, float]] = {}
+    for use in _look_for_slow(run).workers:
+        found[use.rank] = dict.fromkeys(SHARE_COLOURS, 0.0)
+        for part, share in use.shares.items():
+            found[use.rank][_PARTS.get(part, "rest")] += share * use.seconds
+    return found
 
 
 def _slowest_part(run: RunData) -> str:
     """Return what bounds the last steps, and why a worker is slow, in the words of the doctor; empty if too short."""
-    found = find_slow(run.workers, recorded_usage(run.launcher, run.workers))
+    found = _look_for_slow(run)
     return found.text if found.workers else ""
+
+
+def _look_for_slow(run: RunData) -> SlowReport:
+    return find_slow(run.workers, recorded_usage(run.launcher, run.workers))
 
 
 def _forecast(run: RunData) -> tuple[list[Forecast], list[str]]:

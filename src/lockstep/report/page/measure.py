@@ -1,4 +1,4 @@
-"""Where the time of one run went, and how long a step would take on another number of workers; pure.
+"""How long a step would take on another number of workers; pure.
 
     step(n) = fixed + most shards of one worker * (shard + its loading) + exchange(n) + waiting
 
@@ -24,24 +24,10 @@ from lockstep.recording.file_format import EventKind, StepPhase
 from lockstep.report.page.run_data import RunData
 
 NUMBERS: Final = (1, 2, 4, 6, 8, 16)
-SHARES: Final = ("loading", "compute", "gradients", "others", "update", "evaluating", "saving", "rest")
-"""Parts of the time, in the order of a step; `texts` has what the page calls them."""
 _QUARTILES: Final = (25, 50, 75)
 _FIRST_STEPS = 2
 """So many steps at the beginning of a recording are left out: they make buffers, and choose kernels."""
 _FEWEST = 3
-_BETWEEN: Final = {
-    "loading": EventKind.LOADING,
-    "evaluating": EventKind.EVALUATING,
-    "saving": EventKind.SAVING,
-}
-_OF_PHASE: Final = {
-    StepPhase.PREPARE: "rest",
-    StepPhase.COMPUTE: "compute",
-    StepPhase.REDUCE: "gradients",
-    StepPhase.AGREE: "others",
-    StepPhase.COMMIT: "update",
-}
 _SECOND: Final = 1e9
 
 
@@ -239,30 +225,6 @@ def _events(table: NDArray[Any], kind: EventKind) -> Iterator[tuple[int, tuple[i
             yield step, (int(row["begin"]), seconds[step])
 
 
-def time_shares(table: NDArray[Any]) -> dict[str, float]:
-    """Return the seconds of each of `SHARES` between the first and the last step of a recording.
-
-    The phases of steps divide the time of a worker without gaps. Between two steps it loads, evaluates, saves, or does
-    something else: what the loop of the user does, printing among it.
-    """
-    found = phases(table)
-    shares = dict.fromkeys(SHARES, 0.0)
-    if not len(found):
-        return shares
-    for phase, share in _OF_PHASE.items():
-        chosen = found[found[:, 2] == phase]
-        shares[share] += float((chosen[:, 1] - chosen[:, 0]).sum()) / _SECOND
-    idle = found[found[:, 2] == StepPhase.IDLE, :2]
-    between = float((idle[:, 1] - idle[:, 0]).sum()) / _SECOND
-    for share, kind in _BETWEEN.items():
-        rows = table[(table["kind"] == kind) & (table["end"] > 0)]
-        inside = _overlap(idle, np.stack([rows["begin"], rows["end"]], axis=1)) / _SECOND
-        shares[share] = min(inside, between)
-        between -= shares[share]
-    shares["rest"] += between
-    return shares
-
-
 def phases(table: NDArray[Any]) -> NDArray[np.int64]:
     """Return the phases as rows of (begin, end, phase, step), in nanoseconds; the last ends with the recording."""
     rows = table[table["kind"] == EventKind.PHASE]
@@ -271,17 +233,3 @@ def phases(table: NDArray[Any]) -> NDArray[np.int64]:
     last = max(int(table["begin"].max()), int(table["end"].max()))
     ends = np.append(rows["begin"][1:], max(last, int(rows["begin"][-1])))
     return np.stack([rows["begin"], ends, rows["index"], rows["step"]], axis=1).astype(np.int64)
-
-
-def _overlap(outer: NDArray[np.int64], inner: NDArray[np.int64]) -> float:
-    """Return how long both an interval of `outer`, which are in order and apart, and one of `inner` last."""
-    total = 0
-    position = 0
-    for begin, end in inner[np.argsort(inner[:, 0])].tolist():
-        while position < len(outer) and outer[position, 1] <= begin:
-            position += 1
-        place = position
-        while place < len(outer) and outer[place, 0] < end:
-            total += min(end, int(outer[place, 1])) - max(begin, int(outer[place, 0]))
-            place += 1
-    return float(total)

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lockstep.doctor.slow import SlowReport, TimeUse
 from lockstep.errors import RunDirectoryError
+from lockstep.report import page
 from lockstep.report.page import by_metric, figures, make_page
 from lockstep.report.page.figures import draw_curve
 from lockstep.report.page.run_data import read_run
@@ -114,6 +116,18 @@ def test_a_run_with_a_validation_set_alone_has_its_curves(tmp_path: Path) -> Non
     page = make_page([read_run(run, "a")])
     assert "<h3>val accuracy</h3>" in page
     assert "val loss" in page
+
+
+def test_the_bars_are_what_the_doctor_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = {"loading": 0.5, "waiting": 0.25, "callbacks": 0.125, "own code": 0.125}
+    use = TimeUse(rank=1, num_steps=9, seconds=8.0, shares=shares, came_last=0.0)
+    found = SlowReport(text="Loading bounds the step.", bound="loading", behind=None, workers=(use,))
+    monkeypatch.setattr(page, "find_slow", lambda *_: found)
+    made = make_page([read_run(write_run(tmp_path / "a"), "a")])
+    assert "Loading bounds the step." in made
+    assert [each in made for each in ("loading: 4.00 s, 50.0%", "others: 2.00 s, 25.0%", "rest: 2.00 s, 25.0%")] == [
+        True
+    ] * 3
 
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:

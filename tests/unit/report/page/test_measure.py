@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lockstep.recording.file_format import EventKind, StepPhase
 from lockstep.report.page import figures, forecast_notes
-from lockstep.report.page.measure import SHARES, MeasuredSteps, forecast_steps, measure_tables, step_parts, time_shares
+from lockstep.report.page.measure import MeasuredSteps, forecast_steps, measure_tables, step_parts
 from lockstep.report.page.run_data import RunData
 
 FIELDS = ("number", "begin", "end", "kind", "text", "step", "index", "size")
@@ -81,7 +81,7 @@ def test_too_few_steps_measure_nothing() -> None:
     assert measure_tables([recorded([5, 5], 0, 0, num_steps=4)], num_shards=4) is None
 
 
-# -- Where the time of a worker went -----------------------------------------------------------------------------------
+# -- The timeline of the last steps ------------------------------------------------------------------------------------
 
 
 SECOND = 1_000_000_000
@@ -109,35 +109,6 @@ ONE_STEP = recording(
     (EventKind.SAVING, 12, 12.25, 0),
     (PHASE, 13, 13, 2),
 )
-
-
-def test_each_phase_is_one_part_and_nothing_is_counted_twice() -> None:
-    shares = time_shares(ONE_STEP)
-    assert shares == pytest.approx(
-        {
-            "loading": 1.5,
-            "compute": 4.0,
-            "gradients": 1.0,
-            "others": 2.0,
-            "update": 1.0,
-            "evaluating": 0.0,
-            "saving": 0.25,
-            "rest": 1.0 + 3.0 - 1.75,
-        }
-    )
-    assert sum(shares.values()) == pytest.approx(12.0)
-
-
-def test_loading_in_another_thread_during_a_step_is_not_waited_for() -> None:
-    beside = recording(
-        (PHASE, 0, 0, 3), (EventKind.LOADING, 0, 4, 0), (PHASE, 3, 3, 1), (PHASE, 5, 5, 2)
-    )  # of its four seconds one is between two steps
-    assert time_shares(beside)["loading"] == pytest.approx(1.0)
-    assert time_shares(beside)["compute"] == pytest.approx(3.0)
-
-
-def test_a_recording_without_steps_has_no_shares() -> None:
-    assert time_shares(recording((EventKind.STARTED, 0, 0, 0))) == dict.fromkeys(SHARES, 0.0)
 
 
 def test_of_many_workers_the_timeline_keeps_the_latest_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
