@@ -91,10 +91,15 @@ def test_replicas_have_the_callers_context_variables() -> None:
 
 def test_replicas_in_kept_threads_have_the_callers_number_of_threads() -> None:
     # A thread takes this number over when it begins, and did not hear when it was changed afterwards.
-    threads = ReplicaThreads()
+    threads, all_run = ReplicaThreads(), threading.Barrier(3)
+
+    def look() -> int:
+        all_run.wait(THREADS_SECONDS)  # so each has a thread, which is kept
+        return torch.get_num_threads()
+
     for number in (2, 1):
         torch.set_num_threads(number)
-        assert threads.run([torch.get_num_threads] * 3, [CPU] * 3, one_at_a_time=False) == [number] * 3
+        assert threads.run([look] * 3, [CPU] * 3, one_at_a_time=False) == [number] * 3
 
 
 def dropped_twice(x: Tensor) -> Tensor:
