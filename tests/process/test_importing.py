@@ -143,13 +143,12 @@ def test_the_command_names_the_extra_that_it_needs() -> None:
 
 
 def test_every_public_name_is_found_where_type_checkers_find_it() -> None:
-    source = ast.parse(Path(ls.__file__).read_text(encoding="utf-8"))
-    (checked,) = [
-        each for each in source.body if isinstance(each, ast.If) and ast.unparse(each.test) == "TYPE_CHECKING"
-    ]
-    found = {name.name: each.module for each in checked.body for name in each.names}  # type: ignore[attr-defined]
-    assert sorted([*found, "__version__"]) == sorted(ls.__all__)
-    for name, module in found.items():
+    stub = ast.parse(Path(ls.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imported = [each for each in stub.body if isinstance(each, ast.ImportFrom)]
+    found = {name.asname: (str(each.module), name.name) for each in imported for name in each.names}
+    assert sorted([*map(str, found), "__version__"]) == sorted(ls.__all__)
+    for name, (module, original) in found.items():
+        assert name == original
         assert getattr(ls, name) is getattr(importlib.import_module(module), name)
         assert name in dir(ls)
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
