@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.gpu.sharing import on_one_gpu
+from tests.process.training_cases import image_net, images, mean_loss
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -15,10 +16,6 @@ from lockstep.comm import current_world
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 NUM_SHARDS = 5
 DEVICE = torch.device("cuda", 0)
-
-
-def mean_loss(model: nn.Module, batch: Any) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def half_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -34,21 +31,9 @@ def token_loss(model: nn.Module, batch: Any) -> ls.Mean:
     return ls.Mean((losses * counts).sum(), counts.sum())
 
 
-def images() -> TensorDataset:
-    inputs = torch.randn(43, 1, 6, 6, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(inputs, inputs.mean((1, 2, 3)).gt(0).long())
-
-
 def texts() -> TensorDataset:
     words = torch.randint(0, 50, (43, 8), generator=torch.Generator().manual_seed(2))
     return TensorDataset(words, words.sum(1) % 3)
-
-
-def image_net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 2)
-    )
 
 
 class Text(nn.Module):
