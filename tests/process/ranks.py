@@ -277,16 +277,17 @@ def join_default_group(rank: Rank) -> ls.Run:
 
 @final
 class JoinGroup:
-    """Makes a default group of one backend by torch's own set-up; for a `RankPool`."""
+    """Makes a default group of one backend, by torch's own set-up or by ours; for a `RankPool`."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, make_group: Callable[..., object] = dist.init_process_group) -> None:
         self._backend = backend
+        self._make_group = make_group
 
     def __call__(self, rank: Rank) -> ls.Run:
         run = join_default_group(rank)
         store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
         ls.destroy_process_group()
-        dist.init_process_group(self._backend, store=store, rank=run.rank, world_size=run.world_size)
+        self._make_group(self._backend, store=store, rank=run.rank, world_size=run.world_size)
         return run
 
 
