@@ -43,7 +43,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler, Sampler, TensorDataset
+from torch.utils.data import DistributedSampler, Sampler, Subset, TensorDataset
 
 from lockstep.comm import World
 from lockstep.errors import LockstepError, ReductionError
@@ -456,6 +456,8 @@ def _describe(dataset: object, name: str, depth: int) -> Iterator[tuple[str, tup
     except Exception:  # noqa: BLE001 - the user's own, of a data set within another that may never be asked
         return
     attributes = dict(getattr(dataset, "__dict__", {}))
+    if isinstance(dataset, Subset) and hasattr(dataset.indices, "tolist"):  # an array of NumPy, or a tensor
+        attributes["indices"] = dataset.indices.tolist()
     if isinstance(dataset, TensorDataset):
         values = {f"tensors[{index}]": tensor for index, tensor in enumerate(dataset.tensors)}
     elif any(issubclass(type(value), Sampler) for value in attributes.values()):
