@@ -35,9 +35,6 @@ class Buckets(Sampler):
     def __init__(self, data, batch_size, rank, world_size):
         self.data, self.batch_size, self.rank, self.world_size, self.epoch = data, batch_size, rank, world_size, 0
 
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
     def __len__(self):
         return len(self.data) // self.batch_size // self.world_size
 
@@ -46,6 +43,9 @@ class Buckets(Sampler):
         order = torch.randperm(len(self.data), generator=generator)[self.rank :: self.world_size].tolist()
         for first in range(0, len(order), self.batch_size):
             yield order[first : first + self.batch_size]
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
 
 
 def seed_worker(worker_id):

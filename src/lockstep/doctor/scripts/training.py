@@ -52,9 +52,10 @@ _SEEDED: Final = {
 }
 _LOOKING: Final = {"DataLoader", "BatchSampler", "len", "print", "hasattr", "isinstance"}
 """Calls that do not tell a sampler its epoch."""
+_COUNTING: Final = re.compile(r"def __iter__(?:(?!\n    def )[\s\S])*self\.\w*epoch \+?= ")
+"""A sampler that goes on to another epoch by itself."""
 _OF_A_SAMPLE: Final = re.compile(r"^__getitems?__$|^forward$|collate|augment|transform|^__call__$")
 """Functions that are called for each sample or batch."""
-_WORLD_SIZE: Final = re.compile(r"(^|_)(world_?size|n_?gpus?|num_?(gpus|ranks|replicas|processes))$", re.IGNORECASE)
 _TIMES: Final = re.compile(r"(^|\.)(now|today|utcnow|strftime|time|time_ns|ctime|uuid[14]|token_hex)$")
 _WRITING: Final = re.compile(r"^(makedirs|mkdir|save\w*|open|SummaryWriter|FileHandler|savefig|write_text)$")
 _UNFINISHED: Final = re.compile(r"start|resum|skip|first|restor|begin")
@@ -90,16 +91,10 @@ def _values_given(source: ScriptSource, name: str) -> list[ast.expr]:
 
 def _shuffling_samplers(source: ScriptSource) -> list[ast.Call]:
     """Return the calls that make a sampler whose order depends on the epoch that it is told."""
-    kinds = {"DistributedSampler"}
-    for node in ast.walk(source.tree):
-        text = (
-            ast.unparse(node)
-            if isinstance(node, ast.ClassDef) and any("Sampler" in last_name(each) for each in node.bases)
-            else ""
-        )
-        counts_by_itself = re.search(r"def __iter__(.|\n)*self\.\w*epoch \+?= ", text)
-        if re.search(r"def set_epoch|\bDistributedSampler\b", text) and not counts_by_itself:
-            kinds.add(getattr(node, "name", ""))
+    classes = [each for each in ast.walk(source.tree) if isinstance(each, ast.ClassDef)]
+    texts = {each.name: ast.unparse(each) for each in classes if "Sampler" in " ".join(map(last_name, each.bases))}
+    told = {name: text for name, text in texts.items() if re.search(r"def set_epoch|\bDistributedSampler\b", text)}
+    kinds = ["DistributedSampler", *(name for name, text in told.items() if not _COUNTING.search(text))]
     return [
         call
         for call in source.calls

@@ -195,15 +195,7 @@ class RankComparison:
         if status.changed:
             self._know_parameters()
         error = self._skipped.judge_status(status) or (None if status.agrees else self._exchange())
-        self._reset(
-            Reduced(
-                number=reducer.num_reductions,
-                status=status,
-                num_forwards=self.forwards.num_reached,
-                num_steps=self._steps.optimizers.num_steps,
-                batch_size=status.batch_sizes[self._world.rank],
-            )
-        )
+        self._reset(Reduced(number=reducer.num_reductions, status=status))
         if error is not None:
             self._reset(None)
             try:

@@ -53,11 +53,6 @@ class Lines:
 class Reduced:
     number: int
     status: GroupStatus
-    num_forwards: int
-    num_steps: int
-    """How many optimizer steps there were since the one before."""
-    batch_size: int
-    """This rank's own; 0 if that is not known."""
 
 
 class Check:

@@ -39,11 +39,9 @@ _OF_THE_RANK = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+|(?<=[xn]pu:)\d+")
 class TrainingForwards(Check):
     def __init__(self) -> None:
         self.num_unused = 0
-        self.num_reached = 0
-        """How many forwards the last reduction has reached, and the backwards before it that were not reduced."""
         self.line: CodeLine = NO_LINE
         self._counts = False
-        self._num_reached = 0
+        self._is_reached = False
 
     def begin_forward(self, *, counts: bool) -> None:
         """Note that a forward begins; `counts` whether it is one whose backward is to be reduced (local)."""
@@ -60,9 +58,9 @@ class TrainingForwards(Check):
         return partial(self._note_reached, counts=counts)
 
     def fill_in(self, status: RankStatus) -> RankStatus:
-        if self._num_reached == 0 and self.num_unused > 0:
+        if not self._is_reached and self.num_unused > 0:
             self.num_unused -= 1  # tensors are not found in what it has returned
-        self.num_reached, self._num_reached = self._num_reached, 0
+        self._is_reached = False
         return status
 
     def number(self) -> int:
@@ -94,7 +92,7 @@ class TrainingForwards(Check):
 
     def _note_reached(self, *, counts: bool) -> None:
         self.num_unused -= counts
-        self._num_reached += 1
+        self._is_reached = True
 
 
 @final

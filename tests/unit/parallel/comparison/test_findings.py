@@ -268,7 +268,7 @@ def test_models_that_are_gone_are_forgotten_but_for_the_last_that_were_used(monk
 def reduced(number: int) -> Reduced:
     """A reduction that has ended, with a batch of two samples."""
     alike = GroupStatus(failed=(), changed=(), batch_sizes=(2, 2), nums_backwards=(1, 1))
-    return Reduced(number=number, status=alike, num_forwards=1, num_steps=1, batch_size=2)
+    return Reduced(number=number, status=alike)
 
 
 def compare_positions(*positions: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
