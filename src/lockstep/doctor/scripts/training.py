@@ -277,11 +277,13 @@ def _is_drawn_anew(source: ScriptSource, call: ast.Call) -> bool:
 
 def _check_own_split(source: ScriptSource) -> Iterator[ScriptFinding]:
     for family, call in _calls_of(source, _PERMUTING):
-        last, before = last_name(call.func), [each for each in _seeds(source, family) if each.lineno < call.lineno]
+        last, before = last_name(call.func), [each for each in source.calls if each.lineno < call.lineno]
         is_seeded = keyword(call, "generator") is not None or keyword(call, "random_state") is not None
         if is_seeded or has_unknown_arguments(call) or source.is_guarded(call):
             continue
-        if before and not _differs_between_ranks(source, before[-1]):
+        known, others = _seeds(source, family), re.compile(r"(?<!manual)(?<!initial)_seed|seed_")  # of other files
+        seeds = [each for each in before if each in known or others.search(last_name(each.func))]
+        if seeds and not (seeds[-1].args and _differs_between_ranks(source, seeds[-1])):
             continue
         names = {last_name(call.args[0])} if last == "shuffle" and call.args else names_of(source, call)
         if (last.endswith("split") or _is_cut(source, call, names)) and not _is_sent(source, names):
