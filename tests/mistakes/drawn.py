@@ -208,7 +208,7 @@ def each_rank_takes_rows_by_an_order_that_it_has_drawn(rank: int, wrap: Wrap):
 @mistake(r"different parts of the data", right=None)
 def each_rank_divides_an_array_into_training_and_validation(rank: int, wrap: Wrap):
     order = np.random.default_rng(rank).permutation(64)
-    loader = of_rank(Subset(dataset(64), order[:48]))  # type: ignore[arg-type] - an array, as many have it
+    loader = of_rank(Subset(dataset(64), order[:48]))
     return epochs(wrap, loader, loader.sampler)
 
 
