@@ -42,7 +42,13 @@ OPENED: list[WorkerRecorder] = []
 
 
 @pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> Iterator[SimpleQueue[str]]:
+def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is this process shows no stack: it is not waited for long."""
+    monkeypatch.setattr("lockstep.doctor.stacks._ANSWER_SECONDS", 0.1)
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture, quick_answers: None) -> Iterator[SimpleQueue[str]]:
     """Yield the warnings as they come."""
     warnings: SimpleQueue[str] = SimpleQueue()
 
@@ -112,6 +118,7 @@ def test_a_first_step_that_takes_long_is_called_that(
     assert ("compiling may take long: then wait" in said) != has_stepped
 
 
+@pytest.mark.usefixtures("quick_answers")
 def test_a_worker_that_makes_its_data_is_said_to(tmp_path: Path) -> None:
     waiting, _ = recorded(tmp_path, 0), recorded(tmp_path, 1)
     wait_for_rank_1(waiting)
