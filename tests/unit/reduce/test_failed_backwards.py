@@ -233,7 +233,7 @@ class NoMemory(TorchDispatchMode):
 def is_in_group() -> bool:
     """Return whether a group makes the call: it needs little memory, and finds what the failed frames have released."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and not any(name in frame.f_code.co_filename for name in ("threaded_", "/comm/")):
+    while frame is not None and not any(name in frame.f_code.co_filename for name in ("/threaded_", "/comm/")):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name != "run"
 
