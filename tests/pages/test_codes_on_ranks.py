@@ -26,6 +26,7 @@ TRAIN = (
     "        nn.functional.cross_entropy(model(inputs), labels).backward()\n        optimizer.step()\n"
 )
 NORMALIZED = "net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))\n"
+TRAINS_ANYTHING = "def train(_batch): torch.ones(1, requires_grad=True).backward()\n"
 MADE = "trainer = ls.Trainer(model, optimizer, loss=loss_fn, num_shards=8, seed=0)\n"
 STEP = "trainer.step(batch)\n"
 
@@ -72,7 +73,8 @@ AROUND: dict[str, tuple[str, str]] = {
     ),
     "LS315": ("torch.manual_seed(0)\n", WRAPPED + TRAIN),
     "LS316": (
-        "sampler = ls.DistributedSampler(dataset)\nloader = DataLoader(dataset, 8, sampler=sampler)\ntrain = list\n",
+        "sampler = ls.DistributedSampler(dataset)\nloader = DataLoader(dataset, 8, sampler=sampler)\n"
+        + TRAINS_ANYTHING,
         "",
     ),
     "LS317": ("rank = run.rank\n", f"loader = DataLoader(dataset, 8, sampler=sampler)\n{WRAPPED}{TRAIN}"),

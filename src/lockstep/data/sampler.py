@@ -8,14 +8,14 @@ import warnings
 from collections.abc import Iterator, Sized
 from typing import Any, Self
 
-import torch
 from torch.utils import data as torch_data
 from torch.utils.data import Dataset
 
 from lockstep.comm import current_world
 from lockstep.errors import GroupError
 from lockstep.processes.user_line import stacklevel_of_user
-from lockstep.torch_private.loaders import is_before_first_batch, note_sampler
+from lockstep.torch_private.autograd import BACKWARDS
+from lockstep.torch_private.loaders import note_sampler
 
 _Order = tuple[int, int, int]
 """What the order of an epoch is identified by: calls of `set_epoch`, epoch, seed."""
@@ -34,10 +34,10 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         DataLoader(test_set, batch_size=64, sampler=ls.DistributedSampler(test_set, shuffle=False, pad=False))
 
     A second epoch without `set_epoch` has the order of the first; each sampler warns of it once, at the end of that
-    epoch, in training: not with `shuffle=False`, with `pad=False`, or under `torch.no_grad()`, which must be on when
-    the epoch begins: around the loop over the loader, not within it. An epoch that is left before its end is never
-    warned of: it may only have inspected a batch, as `next(iter(loader))` before `set_epoch` does. If the data set
-    grows or shrinks, the next epoch uses its new length.
+    epoch, in training: not with `shuffle=False` or `pad=False`, nor for an epoch without a backward, as one that
+    measures the accuracy on the training data. An epoch that is left before its end is never warned of: it may only
+    have inspected a batch, as `next(iter(loader))` before `set_epoch` does. If the data set grows or shrinks, the next
+    epoch uses its new length.
 
     Args:
         dataset: Anything with a length.
@@ -81,7 +81,8 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         self.num_epochs_set = 0
         """How often `set_epoch` was called: 0 in a first epoch that was not told."""
         self._finished: _Order | None = None
-        self._repeated: _Order | None = None
+        self._read_ahead: tuple[_Order, int] | None = None
+        """The last epoch, and the backwards before it, if all its indices were taken before a first backward."""
         self.is_order_told = False
         """Whether this rank was warned that two epochs had the same order: here or by a wrapper."""
         self._follow_dataset()
@@ -103,10 +104,11 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         note_sampler(self)
         self._follow_dataset()
         order = (self.num_epochs_set, self.epoch, self.seed)
-        if order == self._repeated:  # and an epoch after that begins in this order, so it was not only inspected
-            self._warn_of_repeated_order()
-        is_repeated = order == self._finished and self._order_matters()
-        return self._hand_out(super().__iter__(), order, is_repeated=is_repeated)
+        num_backwards = BACKWARDS.read() if self._order_matters() else 0
+        if self._read_ahead is not None and num_backwards > self._read_ahead[1]:
+            self._finish(self._read_ahead[0])
+        self._read_ahead = None
+        return self._hand_out(super().__iter__(), order, num_backwards)
 
     def _follow_dataset(self) -> None:
         """Set torch's attributes for the length that the data set has now."""
@@ -122,26 +124,30 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
             self.num_samples = len(range(self.rank, length, self.num_replicas))
             self.total_size = length
 
-    def _hand_out(self, indices: Iterator[int], order: _Order, *, is_repeated: bool) -> Iterator[int]:
+    def _hand_out(self, indices: Iterator[int], order: _Order, num_backwards: int) -> Iterator[int]:
         yield from indices
         # Reached only when the epoch was iterated to its end.
-        self._finished = order
-        if not is_repeated:
+        if not self._order_matters():
             return
         # Data-loading processes are sent indices ahead of the batches: with few batches, all of them before the first
-        # batch is returned, so this may still be somebody who looks at one batch.
-        if is_before_first_batch():
-            self._repeated = order
+        # backward. Then the beginning of the next epoch shows whether this one was trained on.
+        if BACKWARDS.read() > num_backwards:
+            self._finish(order)
         else:
+            self._read_ahead = (order, num_backwards)
+
+    def _finish(self, order: _Order) -> None:
+        """Note that an epoch was trained on; warn if one before it had the same order."""
+        if order == self._finished:
             self._warn_of_repeated_order()
+        self._finished = order
 
     def _order_matters(self) -> bool:
-        """Return whether this may be training: shuffled, padded, with gradients, not in a data-loading process.
+        """Return whether this may be training: shuffled, padded, not in a data-loading process.
 
         A copy in a data-loading process does not receive calls of `set_epoch`, and counts its own epochs.
         """
-        is_copy = torch_data.get_worker_info() is not None
-        return self.shuffle and self.pad and torch.is_grad_enabled() and not is_copy
+        return self.shuffle and self.pad and torch_data.get_worker_info() is None
 
     def _warn_of_repeated_order(self) -> None:
         if self.is_order_told:

@@ -1,11 +1,9 @@
 """What a DataLoader that draws indices from a sampler has done so far, and its loading processes."""
 
 import functools
-import sys
 import weakref
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
-from types import FrameType
 from typing import Any, Final, final
 
 from torch.utils.data import _utils
@@ -136,17 +134,6 @@ def samplers_of(iterator: LoaderIterator) -> list[object]:
 
 def num_yielded(iterator: LoaderIterator) -> int:
     return iterator._num_yielded
-
-
-def is_before_first_batch() -> bool:
-    """Return whether a DataLoader that has returned no batch yet is in this thread's stack (local)."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        loading = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
-        if isinstance(loading, LoaderIterator):
-            return loading._num_yielded == 0
-        frame = frame.f_back
-    return False
 
 
 _note_iterators()

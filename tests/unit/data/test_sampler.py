@@ -1,7 +1,8 @@
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,15 @@ def sampler_of_100(*, shuffle: bool = True, pad: bool = True) -> DistributedSamp
     return DistributedSampler(dataset(100), 2, 1, shuffle, pad=pad)
 
 
+def trained(batches: Iterable[Any]) -> list[Any]:
+    """Return the batches of an epoch, each of which has had a backward."""
+    found = []
+    for batch in batches:
+        found.append(batch)
+        torch.ones(1, requires_grad=True).sum().backward()
+    return found
+
+
 def warnings_of(epochs: Callable[[], object]) -> list[str]:
     with warnings.catch_warnings(record=True, action="always") as caught:
         warnings.filterwarnings(
@@ -107,8 +117,8 @@ def warnings_of(epochs: Callable[[], object]) -> list[str]:
 
 def test_a_second_epoch_of_the_same_order_is_warned_of_once() -> None:
     sampler = sampler_of_100()
-    assert warnings_of(lambda: list(sampler)) == []
-    (said,) = warnings_of(lambda: [list(sampler) for _ in range(3)])
+    assert warnings_of(lambda: trained(sampler)) == []
+    (said,) = warnings_of(lambda: [trained(sampler) for _ in range(3)])
     assert "Two epochs of this DistributedSampler had the same order" in said
     assert "sampler.set_epoch(epoch) before each epoch" in said
     assert "ls.ShardedLoader" in said
@@ -126,8 +136,8 @@ def test_a_second_epoch_is_noticed_through_a_loader(workers: int, batch_size: in
         num_workers=workers,
         persistent_workers=workers > 0,
     )
-    assert warnings_of(lambda: list(loader)) == []
-    assert len(warnings_of(lambda: [list(loader) for _ in range(2)])) == 1
+    assert warnings_of(lambda: trained(loader)) == []
+    assert len(warnings_of(lambda: [trained(loader) for _ in range(2)])) == 1
 
 
 def test_each_epoch_that_was_set_counts() -> None:
@@ -136,12 +146,12 @@ def test_each_epoch_that_was_set_counts() -> None:
     def train(epochs: int, sets: Callable[[int], object]) -> None:
         for epoch in range(epochs):
             sets(epoch)
-            list(sampler)
+            trained(sampler)
 
     assert warnings_of(lambda: train(3, sampler.set_epoch)) == []
     assert warnings_of(lambda: train(3, lambda _epoch: sampler.set_epoch(4))) == []  # the same order on purpose
     assert warnings_of(lambda: train(3, lambda epoch: setattr(sampler, "epoch", 10 + epoch))) == []
-    assert len(warnings_of(lambda: list(sampler))) == 1
+    assert len(warnings_of(lambda: trained(sampler))) == 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -152,7 +162,7 @@ def test_a_loader_whose_epochs_are_set_is_left_in_peace(workers: int) -> None:
     def train() -> None:
         for epoch in range(3):
             sampler.set_epoch(epoch)
-            assert len(list(loader)) == 5
+            assert len(trained(loader)) == 5
 
     assert warnings_of(train) == []
 
@@ -163,10 +173,10 @@ def test_a_glance_at_the_first_batch_is_no_epoch(batch_size: int) -> None:
 
     def look_and_train() -> None:
         next(iter(loader))
-        list(loader)
+        trained(loader)
 
     assert warnings_of(look_and_train) == []
-    assert len(warnings_of(lambda: list(loader))) == 1
+    assert len(warnings_of(lambda: trained(loader))) == 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -179,14 +189,14 @@ def test_a_glance_before_set_epoch_in_each_epoch_is_not_warned_of(workers: int, 
         for epoch in range(3):
             next(iter(loader))
             sampler.set_epoch(epoch)
-            list(loader)
+            trained(loader)
 
     assert warnings_of(train) == []
 
 
 def test_few_batches_that_are_loaded_ahead_are_warned_of_in_the_third_epoch() -> None:
     loader = DataLoader(dataset(100), 25, sampler=sampler_of_100(), num_workers=2)
-    assert len(warnings_of(lambda: [list(loader) for _ in range(3)])) == 1
+    assert len(warnings_of(lambda: [trained(loader) for _ in range(3)])) == 1
 
 
 def test_the_warning_shows_the_line_that_iterates() -> None:
@@ -195,7 +205,7 @@ def test_the_warning_shows_the_line_that_iterates() -> None:
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         for _ in range(2):
             for _batch in loader:
-                pass
+                torch.ones(1, requires_grad=True).sum().backward()
     assert caught[0].filename == __file__
 
 
@@ -223,10 +233,24 @@ def test_two_iterators_of_one_epoch_are_one_epoch() -> None:
 
 def test_an_order_that_may_stay_is_not_warned_of_nor_one_of_an_evaluation() -> None:
     for sampler in (sampler_of_100(shuffle=False), sampler_of_100(pad=False)):
-        assert warnings_of(lambda each=sampler: [list(each) for _ in range(3)]) == []  # type: ignore[misc]
-    with torch.no_grad():
-        sampler = sampler_of_100()
-        assert warnings_of(lambda: [list(sampler) for _ in range(3)]) == []
+        assert warnings_of(lambda each=sampler: [trained(each) for _ in range(3)]) == []  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_measures_on_the_training_data_is_no_second_one(workers: int) -> None:
+    # It was warned of, unless no_grad stood around the loop: within the loop it was not seen.
+    sampler = sampler_of_100()
+    loader = DataLoader(dataset(100), 10, sampler=sampler, num_workers=workers)
+
+    def train() -> None:
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            trained(loader)
+            for _ in range(2):
+                list(loader)
+
+    assert warnings_of(train) == []
+    assert len(warnings_of(lambda: [trained(loader) for _ in range(3)])) == 1
 
 
 class Drawing(IterableDataset[int]):
@@ -241,13 +265,13 @@ class Drawing(IterableDataset[int]):
 
 def test_a_copy_in_a_data_loading_process_is_silent() -> None:
     sampler = sampler_of_100()
-    expected = list(sampler)
+    expected = trained(sampler)
     # the forked process would raise it, and the loader here again
     assert list(DataLoader(Drawing(sampler), None, num_workers=1)) == expected
 
 
 def test_copies_know_what_the_sampler_knew() -> None:
     sampler = sampler_of_100()
-    list(sampler)
+    trained(sampler)
     for twin in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
-        assert len(warnings_of(lambda each=twin: list(each))) == 1  # type: ignore[misc]
+        assert len(warnings_of(lambda each=twin: trained(each))) == 1  # type: ignore[misc]

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.torch_private.autograd import (
     NO_GRAPH_TASK,
+    BackwardCount,
     current_graph_task_id,
     is_in_distributed_autograd,
     is_inside_func_grad,
@@ -274,3 +275,16 @@ def test_a_hook_that_is_taken_out_of_its_dictionary_is_not_called_until_it_is_pu
             each.update(hooks)
     (parameter * 2).backward()
     assert called == ["before", "after"], breaks
+
+
+def test_backwards_are_counted_and_those_that_count_are_not() -> None:
+    reader = BackwardCount()
+    before = reader.read()
+    assert reader.read() == before, "LS316: an epoch without training would be one"
+    weight = torch.ones(1, requires_grad=True)
+    (weight * 2).sum().backward()
+    thread = threading.Thread(target=lambda: torch.autograd.grad((weight * 2).sum(), weight))
+    thread.start()
+    thread.join()
+    with torch.inference_mode():
+        assert reader.read() == before + 2, "LS316: a forgotten set_epoch would not be told"

@@ -3,7 +3,6 @@
 import io
 import pickle
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
-from lockstep.torch_private.loaders import LoaderIterator, is_before_first_batch, num_yielded
+from lockstep.torch_private.loaders import LoaderIterator, num_yielded
 from lockstep.torch_private.modules import (
     TorchDispatchMode,
     default_device_of_thread,
@@ -115,29 +114,6 @@ def test_stored_elements_that_are_there_twice_count_twice() -> None:
 
 
 PEEK = "the sampler's warning: somebody who looks at one batch would be warned of a repeated epoch"
-
-
-class Noting(Sampler[int]):
-    """Notes for each index, and for the end, whether the loader has returned a batch."""
-
-    def __init__(self) -> None:
-        self.noted: list[bool] = []
-
-    def __iter__(self) -> Iterator[int]:
-        for index in range(3):
-            self.noted.append(is_before_first_batch())
-            yield index
-        self.noted.append(is_before_first_batch())
-
-    def __len__(self) -> int:
-        return 3
-
-
-@pytest.mark.parametrize(("workers", "expected"), [(0, [True, False, False, False]), (2, [True, True, True, True])])
-def test_indices_drawn_before_the_first_batch_are_told_from_later_ones(workers: int, expected: list[bool]) -> None:
-    sampler = Noting()
-    list(DataLoader([0, 1, 2], 1, sampler=sampler, num_workers=workers))
-    assert sampler.noted == expected, PEEK
 
 
 def test_the_iterator_of_a_loader_counts_its_batches() -> None:
