@@ -36,6 +36,7 @@ RAISED_SECONDS, TEARDOWN_SECONDS = 15.0, 30.0
 _SAME_KILLS_SECONDS = 1.0
 """Ends within this time may be one kill: the out-of-memory killer ends a whole control group at once."""
 _MOST_OF_REASON = 500
+_MOST_OF_ERROR = 100
 _MOST_OF_TRACEBACK = 20_000
 """So many characters of what a user's exception says are shown: it may hold a whole tensor."""
 CONSEQUENCES = (PeerFailedError, PeerLostError, ReductionError)
@@ -85,7 +86,9 @@ def describe_failures(failures: Sequence[WorkerFailure], *, is_shown: bool = Fal
         frames = [line.strip() for line in lines if _PLACE.match(line)]
         place = f"\n  {frames[-1]}" if frames else ""
         error = _last_error(first.traceback) or lines[-1]
-        message += f"{place}\n{_shorten(error, _MOST_OF_REASON)}\nIts traceback is above."
+        if len(error) > _MOST_OF_ERROR:  # it was printed, and one of ours has several sentences
+            error = f"{error[:_MOST_OF_ERROR].rpartition(' ')[0]} ..."
+        message += f"{place}\n{error}\nIts traceback is above."
     elif first.traceback:
         trace = first.traceback.rstrip()
         if isinstance(first.error, LockstepError) and has_users_frame(trace):

@@ -8,6 +8,7 @@ in the pipe. `LineCutter` and `Tail` are pure: bytes and times come in.
 import contextlib
 import errno
 import os
+import re
 import sys
 import threading
 import time
@@ -25,6 +26,8 @@ PROGRESS_SECONDS = 1.0
 """How often a progress bar, which overwrites its line, is printed."""
 TAIL_BYTES = 1 << 16
 _TRACEBACK = b"Traceback (most recent call last):"
+_TORCHS_RANK = re.compile(rb"^\[rank\d+\]: ")
+_MOST_TRACEBACKS = 64
 _CHUNK_BYTES = 1 << 16
 _PIPE_BYTES = 1 << 20
 """At least the capacity of a pipe. If more comes after all workers have ended, another process has written it."""
@@ -41,8 +44,9 @@ class LineCutter:
     last one is printed, and before that the current one every `PROGRESS_SECONDS`.
     """
 
-    def __init__(self, prefix: bytes) -> None:
+    def __init__(self, prefix: bytes, once: "TracebacksOnce | None" = None) -> None:
         self._prefix = prefix
+        self._once = once
         self._pending = b""
         self._shown_at = float("-inf")
 
@@ -60,11 +64,47 @@ class LineCutter:
             done.append(rest)
             rest = b""
         self._pending = rest
-        return b"".join(self._prefix + line + b"\n" for line in done)
+        return self._join(done if self._once is None else self._once.pass_on(done))
 
     def finish(self) -> bytes:
         rest, self._pending = _last_version(self._pending), b""
-        return self._prefix + rest + b"\n" if rest else b""
+        held = [] if self._once is None else self._once.finish()
+        return self._join([*held, rest] if rest else held)
+
+    def _join(self, lines: list[bytes]) -> bytes:
+        return b"".join(self._prefix + line + b"\n" for line in lines)
+
+
+@final
+class TracebacksOnce:
+    """Makes one line of a traceback that another worker has printed: all ranks raise what all have found."""
+
+    def __init__(self, rank: int, printed: dict[bytes, int]) -> None:
+        self._rank = rank
+        self._printed = printed
+        self._held: list[bytes] = []
+
+    def pass_on(self, lines: list[bytes]) -> list[bytes]:
+        passed: list[bytes] = []
+        for line in lines:
+            plain = _TORCHS_RANK.sub(b"", line)
+            if plain != _TRACEBACK and not self._held:
+                passed.append(line)
+                continue
+            self._held.append(line)
+            if plain != _TRACEBACK and not plain.startswith(b" "):  # the error: the last line of a traceback
+                passed += self.finish()
+        return passed
+
+    def finish(self) -> list[bytes]:
+        held, self._held = self._held, []
+        if not held:
+            return []
+        if len(self._printed) > _MOST_TRACEBACKS:
+            self._printed.clear()
+        text = b"\n".join(_TORCHS_RANK.sub(b"", line) for line in held)
+        first = self._printed.setdefault(text, self._rank)
+        return held if first == self._rank else [b"The same error and traceback as rank %d." % first]
 
 
 @final
@@ -99,6 +139,7 @@ class Relays:
         self._cuts_lines = cuts_lines
         self._log_dir = log_dir
         self._terminal = threading.Lock()
+        self._printed: dict[bytes, int] = {}
         self._threads: list[threading.Thread] = []
         # The writing end is closed when all workers have ended. The relays do not wait for the end of their pipes,
         # because a process that a worker has started may still hold them open.
@@ -114,7 +155,7 @@ class Relays:
             over=self._over,
             target=_TARGETS[stream],
             terminal=self._terminal,
-            cutter=LineCutter(prefix) if self._cuts_lines else None,
+            cutter=LineCutter(prefix, TracebacksOnce(rank, self._printed)) if self._cuts_lines else None,
             log=None if self._log_dir is None else _open_log(log_path(self._log_dir, rank, stream)),
             tail=tail,
         )

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from lockstep.launch.output import MAX_LINE_BYTES, PROGRESS_SECONDS, TAIL_BYTES, LineCutter, Tail
+from lockstep.launch.output import MAX_LINE_BYTES, PROGRESS_SECONDS, TAIL_BYTES, LineCutter, Tail, TracebacksOnce
 from lockstep.launch.signals import wait_to_read, wait_to_write
 
 
@@ -95,3 +95,20 @@ def test_the_end_of_a_pipe_is_something_to_read() -> None:
     os.close(written)
     assert wait_to_read(source) == {source}
     os.close(source)
+
+
+def test_a_traceback_that_another_worker_has_printed_is_one_line() -> None:
+    # What all ranks find out together, all of them raise: it was printed once for each.
+    printed: dict[bytes, int] = {}
+    cutters = [LineCutter(b"", TracebacksOnce(rank, printed)) for rank in range(3)]
+    trace = "{0}Traceback (most recent call last):\n{0}  File 'a.py', line 3\n{0}KeyError: {1}\n"
+    shown = [
+        cutter.feed(f"one\n{trace.format(f'[rank{rank}]: ', rank // 2)}two\n".encode(), 0.0)
+        for rank, cutter in enumerate(cutters)
+    ]
+    assert shown[0].endswith(b"[rank0]: KeyError: 0\ntwo\n")
+    assert shown[1] == b"one\nThe same error and traceback as rank 0.\ntwo\n"
+    assert shown[2].endswith(b"[rank2]: KeyError: 1\ntwo\n")
+    cutters[1].feed(b"Traceback (most recent call last):\n  File", 0.0)
+    assert cutters[1].finish() == b"Traceback (most recent call last):\n  File\n"  # of one that was killed
+    assert cutters[1].finish() == b""
