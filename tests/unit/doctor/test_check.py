@@ -186,3 +186,10 @@ def test_a_file_that_cannot_be_read_does_not_keep_the_others_from_being_checked(
     assert result.exit_code == 2
     assert "set-epoch" in result.output
     assert "missing.py cannot be read" in result.output
+
+
+def test_a_state_that_another_network_is_given_is_no_checkpoint() -> None:
+    script = TORCHRUN.replace("model.module.state_dict()", "model.state_dict()")
+    script = script.replace('model.load_state_dict(torch.load("last.pt", map_location="cpu"))', "pass")
+    copied = script.replace("for epoch", "teacher.load_state_dict(model.module.state_dict())\nfor epoch")
+    assert check_source(copied) == check_source(script.replace("for epoch", "\nfor epoch"))

@@ -17,6 +17,7 @@ from lockstep.doctor.scripts.source import (
     is_collective,
     keyword,
     last_name,
+    names_in,
     names_of,
     owner,
     trained_names,
@@ -244,7 +245,7 @@ def _check_printing(source: ScriptSource) -> Iterator[ScriptFinding]:
         loops = [each for each in source.ancestors(call) if isinstance(each, ast.For | ast.While)]
         trains = any(map(has_backward, loops))
         is_guarded = source.is_guarded(call) or _replaces_print(source)
-        if trains and not is_guarded and not source.mentions_rank(call, 1):
+        if trains and not is_guarded and not source.is_before_exit(call) and not source.mentions_rank(call, 1):
             yield finding("printed-by-all", call, f"if dist.get_rank() == 0: {source.line(call)}")
         elif trains and is_guarded and _prints_own_loss(source, call):
             mended = "mean = loss.detach().clone(); dist.all_reduce(mean, dist.ReduceOp.AVG)  # on every rank"
@@ -261,7 +262,7 @@ def _replaces_print(source: ScriptSource) -> bool:
 
 def _prints_own_loss(source: ScriptSource, call: ast.Call) -> bool:
     reduces = any(is_collective(source, each) and last_name(each.func) != "barrier" for each in source.calls)
-    return not reduces and re.search(r"\bloss\b.*item\(\)|\bloss\b", ast.unparse(call)) is not None
+    return not reduces and "loss" in names_in(call)
 
 
 def _check_names_in_checkpoints(source: ScriptSource) -> Iterator[ScriptFinding]:
@@ -278,6 +279,7 @@ def _check_names_in_checkpoints(source: ScriptSource) -> Iterator[ScriptFinding]
         for call in source.calls
         if last_name(call.func) == "load_state_dict"
         and not re.search(r"optim|sched|scaler|ema", owner(call), re.IGNORECASE)
+        and not re.search(r"\.state_dict\(", ast.unparse(call))  # a copy of another network
     ]
     plain = [call for call in models if not _is_wrapped(source, call, wrapped)]
     for call in saved:

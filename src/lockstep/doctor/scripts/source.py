@@ -230,6 +230,14 @@ class ScriptSource:
             and self._leaves(each.body[-1])
         ]
 
+    def is_before_exit(self, node: ast.AST) -> bool:
+        """Return whether the statements that a node is among end the script, or raise."""
+        for each in self.ancestors(node):
+            for block in (getattr(each, "body", None), getattr(each, "orelse", None)):
+                if isinstance(block, list) and any(node in ast.walk(statement) for statement in block):
+                    return self._leaves(block[-1]) and not isinstance(block[-1], ast.Return)
+        return False
+
     def _leaves(self, statement: ast.stmt) -> bool:
         if isinstance(statement, ast.Return | ast.Raise):
             return True

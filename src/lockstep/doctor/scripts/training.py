@@ -50,6 +50,7 @@ _SEEDED: Final = {
     "numpy": "generator = numpy.random.default_rng(0)",
     "random": "generator = random.Random(0)",
 }
+_OF_TORCHS_SEED: Final = re.compile(r"initial_seed|info\b.*\.seed\b")
 _LOOKING: Final = {"DataLoader", "BatchSampler", "len", "print", "hasattr", "isinstance"}
 """Calls that do not tell a sampler its epoch."""
 _COUNTING: Final = re.compile(r"def __iter__(?:(?!\n    def )[\s\S])*self\.\w*epoch \+?= ")
@@ -206,7 +207,8 @@ def _check_seeds(source: ScriptSource) -> Iterator[ScriptFinding]:
         own = [each for each in seeds if _function_name(source, each) in loading]
         if has_workers and re.search(r"__getitems?__|collate|transform", _function_name(source, call)):
             # Loading processes are seeded from torch's generator.
-            is_torchs = not own or any("initial_seed" in ast.unparse(each) for each in own)
+            given = [part for each in own for part in _flows_in(source, each.args[0])]
+            is_torchs = not own or any(_OF_TORCHS_SEED.search(ast.unparse(each)) for each in given)
             seeds = _seeds(source, "torch") if is_torchs else own
         else:
             seeds = [each for each in seeds if each not in own]
@@ -391,7 +393,14 @@ def _check_inner_module(source: ScriptSource) -> Iterator[ScriptFinding]:
             decorators = getattr(source.function_of(call), "decorator_list", [])
             if not re.search(r"no_grad|inference_mode", " ".join(map(ast.unparse, [*around, *decorators]))):
                 mended = ast.unparse(call).replace(ast.unparse(call.func), ast.unparse(inner.value))
-                yield finding("inner-module", call, mended)
+                if not _is_frozen(source, call, last_name(inner.value)):
+                    yield finding("inner-module", call, mended)
+
+
+def _is_frozen(source: ScriptSource, call: ast.Call, name: str) -> bool:
+    """Return whether a function freezes a network, through which gradients then only pass: a critic's, say."""
+    frozen = rf"\b{name}(\.module)?(\.parameters\(\):\n +\w+)?\.requires_grad|requires_grad\w*\(\W*(\w+, )*{name}\b"
+    return bool(re.search(frozen, ast.unparse(source.function_of(call))))
 
 
 # -- Files -------------------------------------------------------------------------------------------------------------
