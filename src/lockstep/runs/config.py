@@ -381,23 +381,21 @@ def placement_overrides(values: Mapping[str, Any], workers: int | None, devices:
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Replace values of a config by `key=value` overrides, in place; `optimizer_args.lr=0.1` reaches into arguments."""
     for override in overrides:
-        _apply_override(values, override)
-
-
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not (key and equals):
-        raise ConfigError(
-            f"{override!r} is not an override, expected key=value, e.g. epochs=3 or optimizer_args.lr=0.01. (LS803)"
-        )
-    *parents, last = key.split(".")
-    place = values
-    for parent in parents:
-        inner = place.setdefault(parent, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(f"The override {override!r} reaches into {parent!r}, which holds {_kind(inner)}. (LS803)")
-        place = inner
-    place[last] = parse_yaml(text, f"the value of {key}")
+        key, equals, text = override.partition("=")
+        if not (key and equals):
+            raise ConfigError(
+                f"{override!r} is not an override, expected key=value, e.g. epochs=3 or optimizer_args.lr=0.01. (LS803)"
+            )
+        *parents, last = key.split(".")
+        place = values
+        for parent in parents:
+            inner = place.setdefault(parent, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(
+                    f"The override {override!r} reaches into {parent!r}, which holds {_kind(inner)}. (LS803)"
+                )
+            place = inner
+        place[last] = parse_yaml(text, f"the value of {key}")
 
 
 def _kind(value: object) -> str:

@@ -68,7 +68,7 @@ def make_page(runs: Sequence[RunData]) -> str:
         different_keys=dict.fromkeys(key for each in differences for key in each),
         summary=_summary(runs),
         shares=_shares,
-        slowest_part=_slowest_part,
+        look_for_slow=_look_for_slow,
         forecast=_forecast,
         figures=divisions,
         texts=TEXTS,
@@ -131,12 +131,6 @@ def _shares(run: RunData) -> dict[int, dict[str, float]]:
         for part, share in use.shares.items():
             found[use.rank][_PARTS.get(part, "rest")] += share * use.seconds
     return found
-
-
-def _slowest_part(run: RunData) -> str:
-    """Return what bounds the last steps, and why a worker is slow, in the words of the doctor; empty if too short."""
-    found = _look_for_slow(run)
-    return found.text if found.workers else ""
 
 
 def _look_for_slow(run: RunData) -> SlowReport:
