@@ -230,13 +230,14 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nested(tmp_path_factory: pytest.TempPathFactory) -> Iterator["subprocess.Popen[str]"]:
+def nested(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple["subprocess.Popen[str]", str]]:
     """Start a script in two copies, of which each starts two processes; they look for a rendezvous for 8 s."""
     folder = tmp_path_factory.mktemp("nested")
     write(folder, NESTED)
-    command = [*COMMAND, "--workers", "2", "--devices", "cpu", "script.py", "marked-nested"]
+    word = f"marked-{uuid.uuid4().hex}"
+    command = [*COMMAND, "--workers", "2", "--devices", "cpu", "script.py", word]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
-    yield process
+    yield process, word
     process.kill()
     process.communicate()
 
@@ -538,11 +539,12 @@ def test_a_mistake_is_one_message(
 
 
 def test_a_script_that_spawns_its_processes_itself_is_refused_where_it_was_started_several_times(
-    nested: "subprocess.Popen[str]",
+    nested: tuple["subprocess.Popen[str]", str],
 ) -> None:
     # It waited for half an hour: each copy's processes look for a rendezvous on a port that nobody serves.
-    _, err = nested.communicate(timeout=100)
-    assert nested.returncode == 1
+    process, word = nested
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 1
     assert "the script starts its own workers" in err
     assert "Start the script once, with `python script.py` or with --workers 1" in err
-    assert not bearing("marked-nested")
+    assert not bearing(word)
