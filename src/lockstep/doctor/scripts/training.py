@@ -30,20 +30,22 @@ _SEEDING_ALL: Final = {"seed_everything", "set_seed", "seed_all"}
 _SEEDING: Final = {
     "torch": re.compile(r"torch(\.random|\.cuda)?\.manual_seed(_all)?$"),
     "numpy": re.compile(r"numpy\.random\.seed$"),
-    "random": re.compile(r"random\.seed$"),
+    "random": re.compile(r"^random\.seed$"),
 }
 _DRAWING: Final = {
     "torch": re.compile(
         r"torch\.(rand|randn|randint|bernoulli|normal|multinomial|poisson)(_like)?$|\.gumbel_softmax$"
         rf"|\.(normal|uniform|bernoulli|exponential|random)_$|{_MASKING.pattern}"
     ),
-    "numpy": re.compile(r"numpy\.random\.(rand|randn|randint|random|normal|uniform|beta|binomial|standard_normal)$"),
-    "random": re.compile(r"random\.(random|randint|randrange|uniform|gauss|normalvariate|betavariate|choice)$"),
+    "numpy": re.compile(
+        r"numpy\.random\.(rand|randn|randint|random|normal|uniform|beta|binomial|choice|standard_normal)$"
+    ),
+    "random": re.compile(r"^random\.(random|randint|randrange|uniform|gauss|normalvariate|betavariate|choice)$"),
 }
 _PERMUTING: Final = {
     "torch": re.compile(r"torch\.randperm$|(^|\.)random_split$"),
     "numpy": re.compile(r"numpy\.random\.(permutation|shuffle)$|(^|\.)train_test_split$"),
-    "random": re.compile(r"random\.(sample|shuffle)$"),
+    "random": re.compile(r"^random\.(sample|shuffle)$"),
 }
 _SEEDED: Final = {
     "torch": "generator = torch.Generator().manual_seed(0)",
@@ -51,6 +53,7 @@ _SEEDED: Final = {
     "random": "generator = random.Random(0)",
 }
 _OF_TORCHS_SEED: Final = re.compile(r"initial_seed|info\b.*\.seed\b")
+_FORWARDS: Final = re.compile(r"^forward\w*$|^(compute|get|training|calc\w*)_loss$|^loss$|^training_step$")
 _LOOKING: Final = {"DataLoader", "BatchSampler", "len", "print", "hasattr", "isinstance"}
 """Calls that do not tell a sampler its epoch."""
 _COUNTING: Final = re.compile(r"def __iter__(?:(?!\n    def )[\s\S])*self\.\w*epoch \+?= ")
@@ -78,8 +81,13 @@ def _check_set_epoch(source: ScriptSource) -> Iterator[ScriptFinding]:
         return
     if not calls:
         name = next(iter(names_of(source, samplers[0])), "loader.sampler")
-        mended = f"{name}.set_epoch({ast.unparse(loop.target)})  # first in the loop over epochs"
-        yield finding("set-epoch", loop, mended)
+        given = next(source.ancestors(samplers[0]))
+        name = f"{name}.{given.arg}" if isinstance(given, ast.keyword) else name  # of a DataLoader
+        number = loop.target if isinstance(loop, ast.For) else loop.test
+        number = number.left if isinstance(number, ast.Compare) else number
+        yield finding("set-epoch", loop, f"{name}.set_epoch({ast.unparse(number)})  # first in the loop over epochs")
+    elif not isinstance(loop, ast.For):
+        return
     elif any(_changes(source, call) for call in calls):
         yield from _check_resumed_epoch(source, loop, calls)
     else:
@@ -117,12 +125,20 @@ def _is_passed_on(source: ScriptSource, sampler: ast.Call) -> bool:
     return False
 
 
-def _epoch_loop(source: ScriptSource) -> ast.For | None:
+def _epoch_loop(source: ScriptSource) -> ast.For | ast.While | None:
     for node in ast.walk(source.tree):
+        if (
+            isinstance(node, ast.While)
+            and isinstance(node.test, ast.Compare)
+            and "epoch" in last_name(node.test.left)
+            and _trains(source, node)
+        ):
+            return node
         if isinstance(node, ast.For) and isinstance(node.target, ast.Name):
             counted = ast.unparse(node.iter)
             is_range = not re.search(r"\.epoch\(", counted)  # which is the loop over batches
-            if counted != "range(1)" and is_range and re.search(r"epoch", node.target.id + counted, re.IGNORECASE):
+            is_of_epochs = node.target.id == "ep" or re.search(r"epoch", node.target.id + counted, re.IGNORECASE)
+            if counted != "range(1)" and is_range and is_of_epochs:
                 return node
     return None
 
@@ -205,13 +221,16 @@ def _check_seeds(source: ScriptSource) -> Iterator[ScriptFinding]:
             continue
         seeds = _seeds(source, family)
         own = [each for each in seeds if _function_name(source, each) in loading]
-        if has_workers and re.search(r"__getitems?__|collate|transform", _function_name(source, call)):
+        name = _function_name(source, call)
+        others = [each for each in seeds if each not in own]
+        if has_workers and re.search(r"__getitems?__|__call__|collate|transform", name):
             # Loading processes are seeded from torch's generator.
             given = [part for each in own for part in _flows_in(source, each.args[0])]
             is_torchs = not own or any(_OF_TORCHS_SEED.search(ast.unparse(each)) for each in given)
-            seeds = _seeds(source, "torch") if is_torchs else own
+            loaded = _seeds(source, "torch") if is_torchs else own
+            seeds = [*others, *loaded] if name == "__call__" else loaded  # which the loop may call too
         else:
-            seeds = [each for each in seeds if each not in own]
+            seeds = others
         if seeds and not any(_differs_between_ranks(source, each) for each in seeds):
             mended = (
                 f"{ast.unparse(seeds[-1].func)}({ast.unparse(seeds[-1].args[0])} + rank)  # after the model is made"
@@ -263,11 +282,11 @@ def _is_drawn_anew(source: ScriptSource, call: ast.Call) -> bool:
         return False
     if _MASKING.search(name):
         return given[:1] not in (["0"], ["0.0"])
-    if _OF_A_SAMPLE.search(_function_name(source, call)):
+    callers = [each for each in source.calls if last_name(each.func) == getattr(function, "name", "-")]
+    if any(_OF_A_SAMPLE.search(_function_name(source, each)) for each in (call, *callers)):
         return True
     if not name.startswith(("torch.", "?")) and keyword(call, "size") is None:
         return False  # one number for the batch: ranks may have agreed on it by their seed
-    callers = [each for each in source.calls if last_name(each.func) == getattr(function, "name", "-")]
     loops = [
         each for one in (call, *callers) for each in source.ancestors(one) if isinstance(each, ast.For | ast.While)
     ]
@@ -296,6 +315,11 @@ def _is_cut(source: ScriptSource, call: ast.Call, names: set[str]) -> bool:
     """Return whether a permutation is cut by rank, or into two parts; a batch of it is no part of the data."""
     cuts = []
     for node in ast.walk(source.tree):
+        if isinstance(node, ast.Subscript) and source.mentions_rank(node.slice):
+            made_of = _flows_in(source, node.value)
+            splits = any(re.search(r"split|chunk", ast.unparse(each)) for each in made_of)
+            if splits and any(call in ast.walk(each) for each in made_of):
+                return True
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
             values = [node.value, *source.values_of(node.value)]
             if last_name(node.value) in names or any(call in ast.walk(value) for value in values):
@@ -359,6 +383,9 @@ def _is_of_wrapped(source: ScriptSource, call: ast.Call, flows: str) -> bool:
     function, wrapped = source.function_of(call), wrapped_names(source)
     loops = [each.iter for each in ast.walk(function) if isinstance(each, ast.For | ast.comprehension)]
     text = " ".join([flows, *(ast.unparse(value) for each in loops for value in (each, *source.values_of(each)))])
+    if isinstance(function, ast.FunctionDef):
+        calls = [each for each in source.calls if source.is_call_of(each, function.name)]
+        text = " ".join([text, *map(ast.unparse, calls)])
     made = [each for calls in wrapped.values() for each in calls if isinstance(each, ast.Call)]
     inner = {last_name(argument) for each in made for argument in each.args[:1]}
     names = re.findall(r"(\w+)\.(?:named_)?parameters\(\)", text)
@@ -384,7 +411,8 @@ def _check_divided_loss(source: ScriptSource) -> Iterator[ScriptFinding]:
 def _check_inner_module(source: ScriptSource) -> Iterator[ScriptFinding]:
     wrapped = wrapped_names(source)
     for call in source.calls:
-        called = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "forward" else call.func
+        is_forward = _FORWARDS.search(last_name(call.func)) and call.args
+        called = call.func.value if isinstance(call.func, ast.Attribute) and is_forward else call.func
         is_another = isinstance(called, ast.Name) and has_backward(source.function_of(call))  # another name of it
         for inner in source.values_of(called) if is_another else [called]:
             if not (isinstance(inner, ast.Attribute) and inner.attr == "module" and last_name(inner.value) in wrapped):
