@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,18 @@ def loading_processes_augment_alike_on_all_ranks(rank: int, wrap: Wrap):
 def loading_processes_augment_by_the_seed_of_the_rank(rank: int, wrap: Wrap):
     torch.manual_seed(rank)
     loader = of_rank(Augmented(), num_workers=1, multiprocessing_context="fork")
+    return epochs(wrap, loader, loader.sampler)
+
+
+def seed_process(number: int, rank: int) -> None:
+    random.seed(100 * rank + number)
+
+
+@correct(SAME)
+def loading_processes_get_the_seed_of_the_rank_from_worker_init_fn(rank: int, wrap: Wrap):
+    torch.manual_seed(0)
+    begin = partial(seed_process, rank=rank)
+    loader = of_rank(Augmented(), num_workers=1, multiprocessing_context="fork", worker_init_fn=begin)
     return epochs(wrap, loader, loader.sampler)
 
 

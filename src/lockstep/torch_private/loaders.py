@@ -117,6 +117,11 @@ def loading_seed(iterator: LoaderIterator) -> int:
     return int(iterator._base_seed) if iterator._num_workers > 0 else 0
 
 
+def beginning_of_processes(iterator: LoaderIterator) -> object:
+    """Return the worker_init_fn of an iterator with loading processes."""
+    return iterator._worker_init_fn
+
+
 def loaded_from(iterator: LoaderIterator) -> tuple[object, object]:
     """Return data set and collate function of an iterator."""
     return iterator._dataset, iterator._collate_fn

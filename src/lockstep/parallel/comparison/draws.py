@@ -35,7 +35,13 @@ from lockstep.parallel.comparison.data import LoaderPositions, SameDataWarning
 from lockstep.processes.reproducibility import read_generator_states
 from lockstep.reduce import RankStatus
 from lockstep.reduce.status import FINGERPRINT_LIMIT
-from lockstep.torch_private.loaders import LoaderIterator, loaded_from, loading_seed, samplers_of
+from lockstep.torch_private.loaders import (
+    LoaderIterator,
+    beginning_of_processes,
+    loaded_from,
+    loading_seed,
+    samplers_of,
+)
 
 _FIRST_SENT: Final = 4
 """After so many reductions the states are sent, one with each: those before have numbers for the data themselves."""
@@ -217,8 +223,16 @@ def _count(before: _State, now: _State) -> int:
 
 
 def _draws(iterator: Any) -> bool:
-    """Return whether a DataLoader's processes draw random numbers, by the code of its data set."""
-    return loading_seed(iterator) > 0 and any(map(_draws_in, _parts(loaded_from(iterator), _DEPTH)))
+    """Return whether a DataLoader's processes draw from what torch has seeded, by the code of its data set."""
+    if loading_seed(iterator) == 0 or _seeds_by_itself(beginning_of_processes(iterator)):
+        return False
+    return any(map(_draws_in, _parts(loaded_from(iterator), _DEPTH)))
+
+
+def _seeds_by_itself(function: Any) -> bool:
+    """Return whether a worker_init_fn seeds generators, by other numbers than torch's: that of the rank, say."""
+    names = set(names_in_code(getattr(getattr(function, "func", function), "__code__", None)))  # of a partial's too
+    return any("seed" in each for each in names) and not names & {"initial_seed", "get_worker_info"}
 
 
 def _parts(values: Iterable[Any], depth: int) -> Iterator[Any]:
