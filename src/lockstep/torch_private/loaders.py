@@ -119,7 +119,7 @@ def loading_seed(iterator: LoaderIterator) -> int:
 
 def beginning_of_processes(iterator: LoaderIterator) -> object:
     """Return the worker_init_fn of an iterator with loading processes."""
-    return iterator._worker_init_fn
+    return getattr(iterator, "_worker_init_fn", None)
 
 
 def loaded_from(iterator: LoaderIterator) -> tuple[object, object]:

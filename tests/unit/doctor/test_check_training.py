@@ -197,6 +197,8 @@ RIGHT: list[Edits] = [
     [(DATA, f'    if rank == 0:\n        os.makedirs(f"runs/{{datetime.datetime.now():%H%M%S}}")\n{DATA}')],
     [(DATA, f'    folder = f"runs/{{datetime.datetime.now():%H%M%S}}"\n    names = [folder]\n    dist.broadcast_object_list(names)\n    os.makedirs(names[0], exist_ok=True)\n{DATA}')],
     [(DATA, f'    folder = f"runs/{{datetime.datetime.now():%H%M%S}}"\n    if rank == 0:\n        os.makedirs(folder, exist_ok=True)\n{DATA}')],
+    [(DATA, f'    os.makedirs(os.path.join("runs", time.strftime("%Y-%m-%d")), exist_ok=True)\n{DATA}')],
+    [(DATA, f'    os.makedirs(f"runs/{{datetime.date.today()}}", exist_ok=True)\n{DATA}')],
     [(STEP, f"{STEP}            took = str(datetime.timedelta(seconds=time.time() - 3))\n            torch.save(took, f'{{rank}}.pt')\n")],
     [(DATA, f'    start = time.time()\n    with open("data.bin", "rb") as file:\n        took = time.time() - start\n{DATA}')],
 ]  # fmt: skip

@@ -60,7 +60,7 @@ _COUNTING: Final = re.compile(r"def __iter__(?:(?!\n    def )[\s\S])*self\.\w*ep
 """A sampler that goes on to another epoch by itself."""
 _OF_A_SAMPLE: Final = re.compile(r"^__getitems?__$|^forward$|collate|augment|transform|^__call__$")
 """Functions that are called for each sample or batch."""
-_TIMES: Final = re.compile(r"(^|\.)(now|today|utcnow|strftime|time|time_ns|ctime|uuid[14]|token_hex)$")
+_TIMES: Final = re.compile(r"(^|\.)(now|datetime\.today|utcnow|strftime|time|time_ns|ctime|uuid[14]|token_hex)$")
 _WRITING: Final = re.compile(r"^(makedirs|mkdir|save\w*|open|SummaryWriter|FileHandler|savefig|write_text)$")
 _UNFINISHED: Final = re.compile(r"start|resum|skip|first|restor|begin")
 """In tests and ranges that tell a run which continues."""
@@ -458,7 +458,9 @@ def _is_time(source: ScriptSource, value: ast.expr) -> bool:
         ast.unparse(value),
     )
     is_text = re.search(r"\bf['\"]|['\"] [%+] |strftime|isoformat|ctime|str\(|format\(|join\(|Path\(|token", text)
-    return bool(is_text) and any(map(_TIMES.search, names)) and " - " not in text  # which would be a duration
+    is_date = re.search(r"%[YymjbB]", text) and not re.search(r"%[HIMSfXcsTp]", text)
+    is_duration = " - " in text
+    return bool(is_text) and any(map(_TIMES.search, names)) and not is_date and not is_duration
 
 
 TRAINING_RULES: Final[tuple[Callable[[ScriptSource], Iterator[ScriptFinding]], ...]] = (
