@@ -199,6 +199,9 @@ RIGHT: list[Edits] = [
     [(DATA, f'    folder = f"runs/{{datetime.datetime.now():%H%M%S}}"\n    if rank == 0:\n        os.makedirs(folder, exist_ok=True)\n{DATA}')],
     [(DATA, f'    os.makedirs(os.path.join("runs", time.strftime("%Y-%m-%d")), exist_ok=True)\n{DATA}')],
     [(DATA, f'    os.makedirs(f"runs/{{datetime.date.today()}}", exist_ok=True)\n{DATA}')],
+    [(SET, ""), (LOOP, f"{LOOP}        sampler = DistributedSampler(data, seed=epoch)\n        loader = DataLoader(data, batch_size=8, sampler=sampler)\n"), (SAMPLER, "pass")],
+    [(SEED, "torch.manual_seed(7)"), ("def main", "class Drop(nn.Module):\n    def forward(self, inputs):\n        return inputs if torch.rand([]) < 0.1 else 2 * inputs\n\n\ndef main")],
+    [(SEED, "torch.manual_seed(7)"), (LOSS, f"chosen = torch.randint(64, (16,))\n            inputs, labels = data[chosen[rank::world_size]]\n            {LOSS}")],
     [(STEP, f"{STEP}            took = str(datetime.timedelta(seconds=time.time() - 3))\n            torch.save(took, f'{{rank}}.pt')\n")],
     [(DATA, f'    start = time.time()\n    with open("data.bin", "rb") as file:\n        took = time.time() - start\n{DATA}')],
 ]  # fmt: skip

@@ -58,6 +58,7 @@ _LOOKING: Final = {"DataLoader", "BatchSampler", "len", "print", "hasattr", "isi
 """Calls that do not tell a sampler its epoch."""
 _COUNTING: Final = re.compile(r"def __iter__(?:(?!\n    def )[\s\S])*self\.\w*epoch \+?= ")
 """A sampler that goes on to another epoch by itself."""
+_ONE_NUMBER: Final = {"1", "()", "(1,)", "[]", "[1]"}
 _OF_A_SAMPLE: Final = re.compile(r"^__getitems?__$|^forward$|collate|augment|transform|^__call__$")
 """Functions that are called for each sample or batch."""
 _TIMES: Final = re.compile(r"(^|\.)(now|datetime\.today|utcnow|strftime|time|time_ns|ctime|uuid[14]|token_hex)$")
@@ -76,7 +77,7 @@ def _check_set_epoch(source: ScriptSource) -> Iterator[ScriptFinding]:
         for call in source.calls
         if last_name(call.func) == "set_epoch" and call.args and _function_name(source, call) != "set_epoch"
     ]
-    samplers = _shuffling_samplers(source)
+    samplers = [each for each in _shuffling_samplers(source) if not _is_made_for_epoch(source, each, loop)]
     if loop is None or not (calls or samplers):
         return
     if not calls:
@@ -123,6 +124,15 @@ def _is_passed_on(source: ScriptSource, sampler: ast.Call) -> bool:
         if last_name(call.func) not in defined | _LOOKING and any(last_name(each) in names for each in given):
             return True
     return False
+
+
+def _is_made_for_epoch(source: ScriptSource, sampler: ast.Call, loop: ast.For | ast.While | None) -> bool:
+    """Return whether a sampler is made anew in each epoch, with a seed of the epoch's."""
+    return (
+        isinstance(loop, ast.For)
+        and loop in source.ancestors(sampler)
+        and bool(names_in(loop.target) & {name for each in sampler.keywords for name in names_in(each.value)})
+    )
 
 
 def _epoch_loop(source: ScriptSource) -> ast.For | ast.While | None:
@@ -278,8 +288,10 @@ def _is_drawn_anew(source: ScriptSource, call: ast.Call) -> bool:
     """Return whether a call draws for each sample or batch, many numbers, from the generator of the process."""
     name, function = source.full_name(call.func), source.function_of(call)
     given = list(map(ast.unparse, call.args))
-    if keyword(call, "generator") is not None or (name.endswith((".rand", ".randn")) and {*given} <= {"1"}):
+    if keyword(call, "generator") is not None or (name.endswith((".rand", ".randn")) and {*given} <= _ONE_NUMBER):
         return False
+    if _is_cut(source, call, names_of(source, call)):
+        return False  # the samples of a step, of which each rank takes its part
     if _MASKING.search(name):
         return given[:1] not in (["0"], ["0.0"])
     callers = [each for each in source.calls if last_name(each.func) == getattr(function, "name", "-")]
