@@ -29,6 +29,9 @@ _MODULES = {
 }
 """The module of each public name: in the stub, which is the one list of them."""
 
+_PLACES = {".".join(module.split(".")[:2]) for module in _MODULES.values()}
+"""The packages that they are in, as in `ls.parallel.DataParallel`."""
+
 __all__ = [*_MODULES, "__version__"]  # noqa: PLE0604
 
 
@@ -45,10 +48,13 @@ def _collector_paused() -> Iterator[None]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     with _collector_paused():
-        found = getattr(import_module(_MODULES[name]), name)
+        if name in _MODULES:
+            found = getattr(import_module(_MODULES[name]), name)
+        elif f"lockstep.{name}" in _PLACES:
+            found = import_module(f"lockstep.{name}")
+        else:
+            raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     globals()[name] = found
     return found
 

@@ -66,5 +66,4 @@ from lockstep.processes.reproducibility import set_deterministic as set_determin
 from lockstep.reduce import BucketLimits as BucketLimits
 from lockstep.report.trackers.callback import Track as Track
 
-__all__: list[str]  # noqa: PYI035 - made of this list
 __version__: str

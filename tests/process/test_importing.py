@@ -146,13 +146,36 @@ def test_every_public_name_is_found_where_type_checkers_find_it() -> None:
     stub = ast.parse(Path(ls.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
     imported = [each for each in stub.body if isinstance(each, ast.ImportFrom)]
     found = {name.asname: (str(each.module), name.name) for each in imported for name in each.names}
-    assert sorted([*map(str, found), "__version__"]) == sorted(ls.__all__)
+    assert sorted([*map(str, found), "__version__"]) == sorted(vars(ls)["__all__"])
     for name, (module, original) in found.items():
         assert name == original
         assert getattr(ls, name) is getattr(importlib.import_module(module), name)
         assert name in dir(ls)
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
         _ = ls.Trainr  # type: ignore[attr-defined]
+
+
+SUBMODULES = """
+import importlib
+import lockstep as ls
+from torch import nn
+assert ls.parallel.DataParallel is ls.DataParallel
+assert ls.checkpoint and ls.data and ls.engine and ls.means and ls.reduce
+assert not hasattr(ls, "drop_in")  # its import replaces torch's names
+load = nn.Module.load_state_dict
+importlib.reload(ls)
+assert nn.Module.load_state_dict is load
+"""
+
+
+def test_packages_are_attributes_and_a_reload_wraps_nothing_twice() -> None:
+    subprocess.run([sys.executable, "-c", SUBMODULES], check=True, timeout=100)
+
+
+def test_all_names_may_be_imported_by_a_star_where_types_are_checked(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from lockstep import *\nlaunch(print, Trainer, SyncBatchNorm)\n", encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "mypy", "--no-incremental", script], check=True, timeout=100, cwd=tmp_path)
 
 
 def test_a_script_with_the_wrapper_alone_does_not_import_the_trainer() -> None:

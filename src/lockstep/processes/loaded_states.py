@@ -10,7 +10,8 @@ for the loading of one module alone, and a model may be loaded before anything o
 
 import warnings
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import wraps
 from typing import Any, Final
 
@@ -26,21 +27,23 @@ _PREFIXES: Final = ("module.", "_orig_mod.")
 def watch_loaded_states() -> None:
     """Look at what each `load_state_dict` of this process leaves out."""
     load: Any = nn.Module.load_state_dict
+    if load in _WATCHING:
+        return
 
     @wraps(load)
     def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         keys = load(self, state_dict, *args, **kwargs)
-        if getattr(keys, "unexpected_keys", None):
-            _note(self, state_dict, keys.missing_keys, keys.unexpected_keys)
-        else:
+        with suppress(TypeError, RuntimeError):  # a module without a hash, parameters without versions
             _MISSED.pop(self, None)
+            if getattr(keys, "unexpected_keys", None):
+                _note(self, state_dict, keys.missing_keys, keys.unexpected_keys)
         return keys
 
+    _WATCHING.append(load_state_dict)
     nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
 def _note(module: nn.Module, state: Mapping[str, Any], missing: Collection[str], unexpected: Collection[str]) -> None:
-    _MISSED.pop(module, None)
     names = [name for name, _ in module.named_parameters()]
     # Not buffers: BatchNorm's of a state without versions are never missing.
     if not names or not {*names} <= {*missing}:
@@ -90,3 +93,6 @@ def _without_prefix(key: str) -> str:
 
 _MISSED: Final["weakref.WeakKeyDictionary[nn.Module, tuple[str, str, CodeLine, int]]"] = weakref.WeakKeyDictionary()
 """Of all modules of this process, which may be loaded before they are wrapped."""
+
+_WATCHING: Final[list[Callable[..., Any]]] = []
+"""What was put in the place of torch's method."""

@@ -455,7 +455,7 @@ def build_criterion(config: Config, device: torch.device) -> Criterion:
     if is_weighted_by_target(criterion) and not has_own_forward(criterion):
         return partial(_weighted_by_target, config.loss, criterion)
     compared = partial(_explained, config.loss, criterion) if is_of_torch else criterion
-    is_pairwise = loss in _PAIRWISE or isinstance(criterion, tuple(_PAIRWISE.values()))
+    is_pairwise = any(loss is each for each in _PAIRWISE) or isinstance(criterion, tuple(_PAIRWISE.values()))
     return _with_shapes_compared(compared) if is_pairwise else compared
 
 

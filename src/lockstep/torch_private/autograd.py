@@ -2,12 +2,15 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+
+from lockstep.torch_private.compiler_import import disable_compiler
 
 _ENGINE: Any = Variable._execution_engine  # in torch's stub a callback must return None
 
@@ -41,16 +44,21 @@ class BackwardCount:
 
     def __init__(self) -> None:
         self._num_own = 0
+        self._count = 0
 
+    @disable_compiler
     def read(self) -> int:
         """Return a number that each backward of the process makes greater by one (local)."""
         found: list[int] = []
         with torch.inference_mode(mode=False), torch.enable_grad():
             leaf = torch.zeros((), device="cpu", requires_grad=True)
             leaf.register_hook(lambda _: found.append(current_graph_task_id()))
-            run_backward_of_leaf(leaf, torch.ones((), device="cpu"))
-        self._num_own += 1
-        return found[0] - self._num_own
+            with suppress(RuntimeError):  # a forked process can have no backward after one of its parent on a GPU
+                run_backward_of_leaf(leaf, torch.ones((), device="cpu"))
+        if found:
+            self._num_own += 1
+            self._count = found[0] - self._num_own
+        return self._count
 
 
 BACKWARDS: Final = BackwardCount()

@@ -132,9 +132,10 @@ def samplers_of(iterator: LoaderIterator) -> list[object]:
     found: list[object] = [iterator._index_sampler]
     for each in found:
         if len(found) < _MOST_SAMPLERS:
-            inner = (getattr(each, name, None) for name in ("batch_sampler", "sampler"))
-            found += [one for one in inner if one is not None]
-    return found
+            for name in ("batch_sampler", "sampler"):
+                with suppress(Exception):  # a sampler of the user's may compute it
+                    found.append(getattr(each, name))
+    return [each for each in found if each is not None]
 
 
 def num_yielded(iterator: LoaderIterator) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 from lockstep.data import DistributedSampler
@@ -251,6 +251,29 @@ def test_an_epoch_that_measures_on_the_training_data_is_no_second_one(workers: i
 
     assert warnings_of(train) == []
     assert len(warnings_of(lambda: [trained(loader) for _ in range(3)])) == 1
+
+
+class Refusing(Sampler[int]):
+    @property
+    def sampler(self) -> object:
+        raise RuntimeError("not yet")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_a_sampler_whose_attributes_raise_errors_is_used_as_torch_uses_it() -> None:
+    assert len(list(DataLoader(dataset(3), sampler=Refusing()))) == 3
+
+
+def test_an_epoch_within_compiled_code_is_gone_through() -> None:
+    sampler = sampler_of_100()
+    number = len(list(sampler))
+    add: Callable[[Any], Any] = torch.compile(lambda value: value + len(list(sampler)), backend="eager")
+    assert add(torch.zeros(1)) == number
 
 
 class Drawing(IterableDataset[int]):

@@ -129,6 +129,26 @@ def test_a_state_that_is_loaded_with_other_keys_after_all_is_not_warned_of() -> 
     warn_of_missed_states(module)
 
 
+class Comparable(nn.Module):  # noqa: PLW1641 - so it has no hash
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Comparable)
+
+
+def test_modules_that_cannot_be_noted_are_loaded_as_torch_loads_them() -> None:
+    noted = network()
+    noted.load_state_dict(prefixed(noted.state_dict(), "module."), strict=False)
+    with torch.inference_mode():
+        inferring = nn.Linear(2, 2)
+    for module in (Comparable(), inferring):
+        state = module.state_dict()
+        assert module.load_state_dict(prefixed(state, "module."), strict=False).missing_keys
+    assert not Comparable().load_state_dict({"weight": torch.zeros(2)}).missing_keys
+
+
 @pytest.mark.parametrize("kept", [["0.weight"], []])
 def test_a_part_of_a_state_and_a_state_of_another_model_are_not_warned_of(kept: list[str]) -> None:
     module = network()

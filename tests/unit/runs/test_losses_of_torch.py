@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -187,6 +188,23 @@ def test_class_weights_are_a_list_too_where_a_class_hands_its_keywords_on() -> N
     output, target = torch.randn(NUM_SAMPLES, NUM_CLASSES), targets("classes")
     found = make_criterion(f"{__name__}:HandsOn", {"weight": CLASS_WEIGHTS, "gamma": 1.0})(output, target)
     assert found.loss == functional.cross_entropy(output, target, torch.tensor(CLASS_WEIGHTS))
+
+
+@dataclass
+class Scaled:
+    """A loss without a hash, as a data class is."""
+
+    factor: float
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.factor * (output - target).square().mean()
+
+
+doubled = Scaled(2.0)
+
+
+def test_an_object_without_a_hash_may_be_a_loss() -> None:
+    assert make_criterion(f"{__name__}:doubled", {})(torch.ones(3), torch.zeros(3)) == 2
 
 
 def test_an_evaluation_counts_what_the_loss_counts() -> None:

@@ -288,3 +288,15 @@ def test_backwards_are_counted_and_those_that_count_are_not() -> None:
     thread.join()
     with torch.inference_mode():
         assert reader.read() == before + 2, "LS316: a forgotten set_epoch would not be told"
+
+
+def test_a_process_that_can_have_no_backward_counts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A forked one, where its parent has had a backward on a GPU: torch raises an error.
+    reader = BackwardCount()
+    before = reader.read()
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
+
+    monkeypatch.setattr("lockstep.torch_private.autograd.run_backward_of_leaf", refuse)
+    assert reader.read() == before
