@@ -73,6 +73,44 @@ def ranks_agree_by_their_seed_on_a_number_for_each_step(rank: int, wrap: Wrap):
     return train(model, sgd(model), ((x * random.choice([1, 2]) + torch.rand(1), y) for x, y in batches(rank, 12)))
 
 
+def skipping_loss(model: Any, data: tuple[Tensor, Tensor]) -> Tensor:
+    kept = sum(torch.rand([]) < 0.5 for _ in range(8))  # layers that this step has
+    return loss_of(model, data) * (1 + kept)
+
+
+@correct(SAME)
+def ranks_agree_by_their_seed_on_layers_that_a_step_leaves_out(rank: int, wrap: Wrap):
+    torch.manual_seed(0)
+    model = wrap(net())
+    return train(model, sgd(model), batches(rank, 12), skipping_loss)
+
+
+@correct(SAME)
+def ranks_seed_each_step_alike_to_agree_on_a_few_numbers(rank: int, wrap: Wrap):
+    def scaled() -> Iterator[tuple[Tensor, Tensor]]:
+        for step, (inputs, labels) in enumerate(batches(rank, 12)):
+            random.seed(step)
+            np.random.seed(step)  # noqa: NPY002 - as people write it
+            yield inputs * random.choice([1, 2]) * int(np.random.choice([1, 2])), labels  # noqa: NPY002 - likewise
+
+    model = wrap(net())
+    return train(model, sgd(model), scaled())
+
+
+@correct(SAME)
+def ranks_draw_the_samples_of_the_whole_batch_and_take_their_parts(rank: int, wrap: Wrap):
+    torch.manual_seed(0)
+    data = dataset(64)
+
+    def drawn() -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(12):
+            inputs, labels = data[torch.randint(64, (16,))[rank::WORLD_SIZE]]
+            yield inputs, labels
+
+    model = wrap(net())
+    return train(model, sgd(model), drawn())
+
+
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self) -> None:
         self.data = dataset(64)
@@ -157,6 +195,12 @@ def nobody_calls_set_epoch_of_a_batch_sampler(rank: int, wrap: Wrap):
 def set_epoch_of_a_batch_sampler_gets_the_same_number(rank: int, wrap: Wrap):
     sampler = Buckets(rank)
     return epochs(wrap, DataLoader(dataset(64), batch_sampler=sampler), sampler, [7, 7, 7])
+
+
+@correct(SAME)
+def a_second_phase_counts_its_epochs_anew(rank: int, wrap: Wrap):
+    loader = of_rank(dataset(64))
+    return epochs(wrap, loader, loader.sampler, [0, 0, 1, 2])
 
 
 @correct(SAME)

@@ -61,6 +61,8 @@ _ENTRIES: Final = ("__getitem__", "__getitems__", "__iter__", "__call__", "forwa
 _DEPTH: Final = 4
 _MOST_PARTS: Final = 64
 _NUM_WORDS: Final = 624
+_FEWEST_DRAWN: Final = 16
+"""So many numbers in each step are more than ranks agree on, as for the layers that a step leaves out."""
 
 _SPREAD: Final = 2654435761
 _LIMIT: Final = 1 << 32
@@ -84,6 +86,7 @@ class SameRandomNumbers(Check):
         self._module: Callable[[], nn.Module | None] = lambda: None  # weak: the module's hooks hold this
         self._states: dict[str, _State] = {}
         self._drawn: dict[str, int] = {}
+        self._places: dict[str, int] = {}
         self._num_reductions = 0
 
     def know(self, named: Any, module: nn.Module | None) -> None:  # noqa: ARG002
@@ -97,6 +100,7 @@ class SameRandomNumbers(Check):
         for name in before.keys() & self._states.keys():
             number = _count(before[name], self._states[name])
             self._drawn[name] = min(number, self._drawn.get(name, number))
+            self._places[name] = max(self._states[name][1], self._places.get(name, 0))
         if place < 0:
             return status
         name = list(_SOURCES)[place]
@@ -114,6 +118,8 @@ class SameRandomNumbers(Check):
         if not 0 <= place < len(_SOURCES) or self._same_data.has_warned or not self.is_compared:
             return
         sent = set(zip(status.inputs, status.gradients, strict=True))
+        if self._drawn.get(list(_SOURCES)[place], 0) == sum(status.batch_sizes):
+            return  # the samples of the whole batch, of which each rank takes its part
         if len(sent) == 1 and sent != {(0, 0)} and len(status.inputs) > 1:
             source, _, seeding = list(_SOURCES.values())[place].partition(": ")
             warn_once(
@@ -129,8 +135,11 @@ class SameRandomNumbers(Check):
         drops = module is not None and any(
             "Drop" in type(each).__name__ and getattr(each, "p", 1) and each.training for each in module.modules()
         )
-        fewest = 1 if name == "device" or (drops and name == "torch") else max(2, num_samples)
-        return 1 + hash(self._states[name]) if self._drawn.get(name, 0) >= fewest else 0
+        fewest = max(_FEWEST_DRAWN, num_samples) * (1 if name == "torch" else 2)  # words of 32 bits
+        fewest = 1 if name == "device" or (drops and name == "torch") else fewest
+        # The place: a generator that is seeded anew in each step may have given a few numbers since.
+        is_drawn = min(self._drawn.get(name, 0), self._places.get(name, 0)) >= fewest
+        return 1 + hash(self._states[name]) if is_drawn else 0
 
     def _number_of_loaders(self) -> int:
         seeds = [loading_seed(each) for each in self._positions.alive() if _draws(each)]
@@ -207,7 +216,7 @@ def _read_states() -> Iterator[tuple[str, _State]]:
     """Yield number and place of each global generator, by name; of Mersenne twisters the place in their words."""
     states = read_generator_states()
     words = states["torch"].numpy().tobytes()
-    yield "torch", (zlib.crc32(words[24:]), -int.from_bytes(words[8:12], "little"))
+    yield "torch", (zlib.crc32(words[24:]), _NUM_WORDS - int.from_bytes(words[8:12], "little"))
     python = states["python"][1]
     yield "python", (hash(python[:-1]), python[-1])
     if states["numpy"] is not None:

@@ -37,6 +37,7 @@ class ToldEpochs(Check):
         self._num_steps = 0
         self._before: tuple[object, ...] = ()
         self._numbers: list[int] = []
+        self._num_told = self._num_alike = 0
         self._has_warned = False
 
     def reset(self, reduction: Reduced | None) -> None:
@@ -57,7 +58,11 @@ class ToldEpochs(Check):
             self._sampler, self._before, self._numbers = weakref.ref(sampler), (), []
         self._note_number(sampler)
         held = tuple(_state_of(sampler))
-        if self._before == held and before >= _FEWEST_STEPS and _depends_on_epoch(sampler):
+        self._num_alike = self._num_alike + 1 if self._before == held else 0
+        # Told the same number once: another phase of the training, whose epochs are counted anew.
+        num_told, self._num_told = self._num_told, getattr(sampler, "num_epochs_set", 0)
+        is_forgotten = self._num_alike > (self._num_told > num_told)
+        if is_forgotten and before >= _FEWEST_STEPS and _depends_on_epoch(sampler):
             self._has_warned = True
             if not getattr(sampler, "is_order_told", False):  # by lockstep.DistributedSampler itself
                 sampler.is_order_told = True
