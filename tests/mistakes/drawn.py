@@ -361,6 +361,35 @@ def averaged_gradients_are_multiplied_for_a_sum(rank: int, wrap: Wrap):
 
 
 @correct(SAME)
+def averaged_gradients_are_multiplied_for_a_sum_after_a_log(rank: int, wrap: Wrap):
+    model = wrap(net())
+    optimizer = sgd(model)
+    for data in batches(rank):
+        optimizer.zero_grad()
+        loss = loss_of(model, data) / 2
+        loss.backward()
+        dist.all_reduce(loss.detach().clone())
+        for parameter in model.parameters():
+            parameter.grad.mul_(WORLD_SIZE)
+        optimizer.step()
+    return model
+
+
+@mistake(r"added up over the ranks once more", right=None)
+def averaged_gradients_are_summed_again_and_clipped(rank: int, wrap: Wrap):
+    model = wrap(net())
+    optimizer = sgd(model)
+    for data in batches(rank):
+        optimizer.zero_grad()
+        loss_of(model, data).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+        optimizer.step()
+    return model
+
+
+@correct(SAME)
 def a_loss_is_logged_before_the_step(rank: int, wrap: Wrap):
     model = wrap(net())
     optimizer = sgd(model)

@@ -338,12 +338,20 @@ class StepGradients(Check):
         return hash((glance_at_bits(*messages, *there), *(each is None for each in moved)))
 
     def _warn_of_sum(self) -> None:
-        """Warn of gradients that are as many times the mean as there are ranks, after calls of the group (local)."""
+        """Warn of gradients that are as many times the mean as there are ranks, after calls of the group (local).
+
+        A collective changes no version. Where something else has written too, there was a call for each gradient: who
+        multiplies by the number of ranks, for the gradients of a sum, may have reduced a loss for a log.
+        """
         sample, self._sample = self._sample, None
         gradient = self._seen[0].grad if self._seen else None
-        if sample is None or gradient is None or not sample[0].any() or OPEN_GROUPS.num_calls() == sample[1]:
+        reducer = self._reducer()
+        if sample is None or gradient is None or reducer is None or not sample[0].any():
             return
-        if torch.equal(gradient.flatten()[:_NUM_SEEN], sample[0] * self._world_size):
+        num_calls = OPEN_GROUPS.num_calls() - sample[1]
+        is_marked = _mark_gradients(self._seen[:1]) == self._marks[:1]
+        fewest = 1 if is_marked else sum(len(bucket.slots) for bucket in reducer.buckets)
+        if num_calls >= fewest and torch.equal(gradient.flatten()[:_NUM_SEEN], sample[0] * self._world_size):
             warn_once(
                 f"The gradients with which the optimizer steps at {user_line()} are {self._world_size} times the mean "
                 "over the ranks, which the backward had left: they were added up over the ranks once more. Leave that "
