@@ -19,6 +19,7 @@ def main(epochs: int = 5) -> None:
     torch.manual_seed(0)
     train, test = datasets()
     model = ls.DistributedDataParallel(Net().to(device))
+    torch.manual_seed(dist.get_rank())  # other masks of dropout on each rank
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
     sampler = ls.DistributedSampler(train)
     for epoch in range(epochs):

@@ -49,6 +49,7 @@ def main(run: ls.Run, epochs: int) -> Tensor:
     train, _ = datasets()
     # No device_ids: the module is on several devices, and its forward moves the inputs.
     model = ls.DistributedDataParallel(TwoDevices(first, second))
+    torch.manual_seed(run.rank)  # other masks of dropout on each worker
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
     sampler = ls.DistributedSampler(train)
     for epoch in range(epochs):
