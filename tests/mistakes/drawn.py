@@ -164,6 +164,18 @@ def loading_processes_get_the_seed_of_the_rank_from_worker_init_fn(rank: int, wr
     return epochs(wrap, loader, loader.sampler)
 
 
+def seed_process_by_both(number: int, rank: int) -> None:
+    random.seed(torch.initial_seed() + 100 * rank + number)
+
+
+@correct(SAME)
+def loading_processes_get_seeds_of_torch_and_the_rank(rank: int, wrap: Wrap):
+    torch.manual_seed(0)
+    begin = partial(seed_process_by_both, rank=rank)
+    loader = of_rank(Augmented(), num_workers=1, multiprocessing_context="fork", worker_init_fn=begin)
+    return epochs(wrap, loader, loader.sampler)
+
+
 @correct(SAME)
 def loading_processes_have_one_seed_and_draw_nothing(rank: int, wrap: Wrap):
     torch.manual_seed(0)

@@ -236,7 +236,8 @@ def _check_seeds(source: ScriptSource) -> Iterator[ScriptFinding]:
         if has_workers and re.search(r"__getitems?__|__call__|collate|transform", name):
             # Loading processes are seeded from torch's generator.
             given = [part for each in own for part in _flows_in(source, each.args[0])]
-            is_torchs = not own or any(_OF_TORCHS_SEED.search(ast.unparse(each)) for each in given)
+            is_own = any(map(source.mentions_rank, given))
+            is_torchs = not own or (not is_own and any(_OF_TORCHS_SEED.search(ast.unparse(each)) for each in given))
             loaded = _seeds(source, "torch") if is_torchs else own
             seeds = [*others, *loaded] if name == "__call__" else loaded  # which the loop may call too
         else:
@@ -416,7 +417,9 @@ def _check_divided_loss(source: ScriptSource) -> Iterator[ScriptFinding]:
             called = {last_name(each.func) for each in values if isinstance(each, ast.Call)} - {""}
             functions = [each for each in ast.walk(source.tree) if getattr(each, "name", "") in called]
             returned = [one.value for each in functions for one in ast.walk(each) if isinstance(one, ast.Return)]
-            if any(divided.search(ast.unparse(each)) for each in [*values, *returned] if each is not None):
+            texts = [ast.unparse(each) for each in [*values, *returned] if each is not None]
+            # In `total / (count / world_size)` the loss is multiplied.
+            if any(divided.search(re.sub(r" / \([^()]* / .*?\)", "", each)) for each in texts):
                 yield finding("loss-divided", call, "loss.backward()  # of the mean over this rank's samples, as it is")
 
 

@@ -240,8 +240,10 @@ def _draws(iterator: Any) -> bool:
 
 def _seeds_by_itself(function: Any) -> bool:
     """Return whether a worker_init_fn seeds generators, by other numbers than torch's: that of the rank, say."""
-    names = set(names_in_code(getattr(getattr(function, "func", function), "__code__", None)))  # of a partial's too
-    return any("seed" in each for each in names) and not names & {"initial_seed", "get_worker_info"}
+    code = getattr(getattr(function, "func", function), "__code__", None)  # of a partial's too
+    names = {*names_in_code(code), *getattr(code, "co_varnames", ())}
+    is_torchs = names & {"initial_seed", "get_worker_info"} and not any("rank" in each for each in names)
+    return any("seed" in each for each in names) and not is_torchs
 
 
 def _parts(values: Iterable[Any], depth: int) -> Iterator[Any]:
