@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from lockstep.processes.user_line import NO_LINE, CodeLine, stacklevel_of_user, user_line
+from lockstep.processes.user_line import CodeLine, stacklevel_of_user, user_line
 from lockstep.torch_private.modules import version_of
 
 _PREFIXES: Final = ("module.", "_orig_mod.")
@@ -54,12 +54,19 @@ def _note(module: nn.Module, state: Mapping[str, Any], missing: Collection[str],
     pairs += [(key, names[0]) for key in unexpected if isinstance(state.get(key), Mapping)]  # of a whole checkpoint
     if pairs:
         _MISSED[module] = *pairs[0], user_line(), _count_writes(module)
+        _LOOKED_INTO.clear()
 
 
 def warn_of_missed_states(model: nn.Module) -> None:
     """Warn if nothing of the last state that was loaded into a model or a part of it has fitted (local)."""
-    for module in model.modules() if _MISSED else ():
-        loaded, expected, line, num_writes = _MISSED.pop(module, ("", "", NO_LINE, -1))
+    if not _MISSED or model in _LOOKED_INTO:
+        return
+    _LOOKED_INTO.add(model)
+    for module in model.modules():
+        missed = _MISSED.pop(module, None)
+        if missed is None:
+            continue
+        loaded, expected, line, num_writes = missed
         if num_writes == _count_writes(module):  # and nothing else was written since
             warnings.warn(
                 f"Nothing of the checkpoint that was loaded at {line} has fitted: its keys are such as {loaded!r}, and "
@@ -93,6 +100,9 @@ def _without_prefix(key: str) -> str:
 
 _MISSED: Final["weakref.WeakKeyDictionary[nn.Module, tuple[str, str, CodeLine, int]]"] = weakref.WeakKeyDictionary()
 """Of all modules of this process, which may be loaded before they are wrapped."""
+
+_LOOKED_INTO: Final["weakref.WeakSet[nn.Module]"] = weakref.WeakSet()
+"""Models that have none of these as a part: to go through 1000 parts in each forward would take milliseconds."""
 
 _WATCHING: Final[list[Callable[..., Any]]] = []
 """What was put in the place of torch's method."""

@@ -129,6 +129,21 @@ def test_a_state_that_is_loaded_with_other_keys_after_all_is_not_warned_of() -> 
     warn_of_missed_states(module)
 
 
+def test_a_model_is_gone_through_once_for_each_state_that_was_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks: list[nn.Module] = []
+    walk = nn.Module.modules
+    monkeypatch.setattr(nn.Module, "modules", lambda module: walks.append(module) or walk(module))
+    teacher, module = network(), network()
+    for number in (1, 2):
+        teacher.load_state_dict(prefixed(teacher.state_dict(), "module."), strict=False)
+        for _ in range(3):
+            warn_of_missed_states(module)
+        assert walks == [module] * number
+    module.load_state_dict(prefixed(module.state_dict(), "module."), strict=False)
+    with pytest.warns(UserWarning, match="LS727"):
+        warn_of_missed_states(module)
+
+
 class Comparable(nn.Module):  # noqa: PLW1641 - so it has no hash
     def __init__(self) -> None:
         super().__init__()

@@ -344,7 +344,7 @@ class DataSamplers(Check):
                 sampler is each for each in known
             ):
                 continue
-            self._found.append(weakref.ref(sampler))
+            self._found = [weakref.ref(each) for each in (*self._alive(), sampler)]
             # One replica: each rank may have data of its own.
             self._items[id(sampler)] = describe_items(sampler.dataset) if sampler.num_replicas != 1 else {}
             if sampler.shuffle and sampler.num_replicas != self._world.world_size and not self._has_warned:

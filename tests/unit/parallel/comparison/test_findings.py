@@ -411,6 +411,16 @@ def found_samplers(sampler: DistributedSampler[int]) -> DataSamplers:
     return samplers
 
 
+def test_samplers_that_are_gone_are_forgotten() -> None:
+    # One for each epoch, or for each evaluation.
+    samplers = DataSamplers(World(rank=0, world_size=2, group=None))
+    for _ in range(20):
+        sampler: DistributedSampler[int] = DistributedSampler(range(4), num_replicas=2, rank=0)  # type: ignore[arg-type]
+        note_sampler(sampler)
+        samplers.begin()
+    assert len(samplers._found) <= 3
+
+
 def difference(here: Any, there: Any) -> str:
     """Return what ranks 0 and 1 raise, whose loaders have begun to read these data sets."""
     gc.collect()
