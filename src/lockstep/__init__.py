@@ -13,7 +13,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
+from pkgutil import get_data
 from typing import Any
 
 from lockstep.torch_private.compiler_import import use_optimizers_without_compiler
@@ -23,7 +23,7 @@ __version__ = VERSION
 
 _MODULES = {
     name.name: node.module
-    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    for node in ast.parse(get_data(__name__, "__init__.pyi") or b"").body  # also in a zip file
     if isinstance(node, ast.ImportFrom) and node.module
     for name in node.names
 }

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -170,6 +171,14 @@ assert nn.Module.load_state_dict is load
 
 def test_packages_are_attributes_and_a_reload_wraps_nothing_twice() -> None:
     subprocess.run([sys.executable, "-c", SUBMODULES], check=True, timeout=100)
+
+
+def test_it_is_imported_from_a_zip_file_too(tmp_path: Path) -> None:
+    folder = Path(ls.__file__).parent
+    found = shutil.make_archive(str(tmp_path / "lockstep"), "zip", folder.parent, folder.name)
+    code = f"import sys; sys.path.insert(0, {found!r}); import lockstep; lockstep.Trainer; print(lockstep.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=100, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.startswith(found)
 
 
 def test_all_names_may_be_imported_by_a_star_where_types_are_checked(tmp_path: Path) -> None:

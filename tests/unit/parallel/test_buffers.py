@@ -2,7 +2,7 @@
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -132,7 +132,12 @@ def test_a_state_that_is_loaded_with_other_keys_after_all_is_not_warned_of() -> 
 def test_a_model_is_gone_through_once_for_each_state_that_was_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     walks: list[nn.Module] = []
     walk = nn.Module.modules
-    monkeypatch.setattr(nn.Module, "modules", lambda module: walks.append(module) or walk(module))
+
+    def walk_and_note(module: nn.Module) -> Iterator[nn.Module]:
+        walks.append(module)
+        return walk(module)
+
+    monkeypatch.setattr(nn.Module, "modules", walk_and_note)
     teacher, module = network(), network()
     for number in (1, 2):
         teacher.load_state_dict(prefixed(teacher.state_dict(), "module."), strict=False)

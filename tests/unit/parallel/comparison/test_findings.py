@@ -415,7 +415,7 @@ def test_samplers_that_are_gone_are_forgotten() -> None:
     # One for each epoch, or for each evaluation.
     samplers = DataSamplers(World(rank=0, world_size=2, group=None))
     for _ in range(20):
-        sampler: DistributedSampler[int] = DistributedSampler(range(4), num_replicas=2, rank=0)  # type: ignore[arg-type]
+        sampler: DistributedSampler[int] = DistributedSampler(range(4), num_replicas=2, rank=0)
         note_sampler(sampler)
         samplers.begin()
     assert len(samplers._found) <= 3
