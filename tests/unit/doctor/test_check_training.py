@@ -204,6 +204,7 @@ RIGHT: list[Edits] = [
     [(SEED, "torch.manual_seed(7)"), (LOSS, f"chosen = torch.randint(64, (16,))\n            inputs, labels = data[chosen[rank::world_size]]\n            {LOSS}")],
     [(LOSS, f"count = torch.tensor(8.0)\n            dist.all_reduce(count)\n            {LOSS} / (count / world_size).clamp(min=1)")],
     [(SEED, "torch.manual_seed(7)"), ("    pass", "    seed = torch.initial_seed() + dist.get_rank()\n    random.seed(seed)"), ("num_workers=2", "num_workers=2, worker_init_fn=seed_worker"), (ITEM, "        return inputs * random.uniform(0.9, 1.1), label")],
+    [(SEED, "torch.manual_seed(7)"), ("    pass", "    torch.manual_seed(100 * dist.get_rank() + worker_id)"), ("num_workers=2", "num_workers=2, worker_init_fn=seed_worker"), ("def main", "class RandomErase(nn.Module):\n    def forward(self, inputs):\n        return inputs * torch.rand(4)\n\n\ndef main")],
     [(STEP, f"{STEP}            took = str(datetime.timedelta(seconds=time.time() - 3))\n            torch.save(took, f'{{rank}}.pt')\n")],
     [(DATA, f'    start = time.time()\n    with open("data.bin", "rb") as file:\n        took = time.time() - start\n{DATA}')],
 ]  # fmt: skip

@@ -233,13 +233,14 @@ def _check_seeds(source: ScriptSource) -> Iterator[ScriptFinding]:
         own = [each for each in seeds if _function_name(source, each) in loading]
         name = _function_name(source, call)
         others = [each for each in seeds if each not in own]
-        if has_workers and re.search(r"__getitems?__|__call__|collate|transform", name):
+        is_of_either = name == "__call__" or (name == "forward" and own)  # loading processes or the loop may call it
+        if has_workers and (is_of_either or re.search(r"__getitems?__|collate|transform", name)):
             # Loading processes are seeded from torch's generator.
             given = [part for each in own for part in _flows_in(source, each.args[0])]
             is_own = any(map(source.mentions_rank, given))
             is_torchs = not own or (not is_own and any(_OF_TORCHS_SEED.search(ast.unparse(each)) for each in given))
             loaded = _seeds(source, "torch") if is_torchs else own
-            seeds = [*others, *loaded] if name == "__call__" else loaded  # which the loop may call too
+            seeds = [*others, *loaded] if is_of_either else loaded
         else:
             seeds = others
         if seeds and not any(_differs_between_ranks(source, each) for each in seeds):
