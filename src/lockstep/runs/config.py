@@ -489,7 +489,9 @@ TORCHS_NAMES: Mapping[str, Mapping[str, str]] = {
     "loss": {
         "torch.nn": "CrossEntropyLoss BCELoss BCEWithLogitsLoss HingeEmbeddingLoss HuberLoss KLDivLoss L1Loss MSELoss "
         "MultiLabelMarginLoss MultiLabelSoftMarginLoss MultiMarginLoss NLLLoss PoissonNLLLoss SmoothL1Loss "
-        "SoftMarginLoss",
+        "SoftMarginLoss "
+        # Refused when they are made, with what they take besides.
+        "CTCLoss CosineEmbeddingLoss GaussianNLLLoss MarginRankingLoss TripletMarginLoss",
         "torch.nn.functional": "cross_entropy binary_cross_entropy binary_cross_entropy_with_logits",
     },
     "scheduler": {

@@ -152,6 +152,7 @@ def test_a_sum_is_refused(loss: str, arguments: dict[str, Any]) -> None:
         ("torch.nn:LinearCrossEntropyLoss", {"in_features": 4, "num_classes": 9}, r"parameters of its own \(linear"),
         ("torch.nn:MSELoss", {"reduction": "none"}, r"a loss for each sample.*reduction: mean"),
         ("torch.nn.functional:cross_entropy", {"reduce": False}, r"a loss for each sample.*reduction: mean"),
+        ("CTCLoss", {}, r"cannot be called with \(output, target\).*input_lengths"),
         ("torch.nn:CTCLoss", {}, r"cannot be called with \(output, target\).*input_lengths"),
         ("torch.nn.functional:triplet_margin_loss", {}, r"cannot be called with \(output, target\).*negative"),
     ],
