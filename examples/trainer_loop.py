@@ -31,11 +31,11 @@ def main(run: ls.Run, epochs: int) -> tuple[float, str]:
     train, test = datasets()
     model = Net().to(run.device)
     trainer = ls.Trainer(model, torch.optim.AdamW(model.parameters(), lr=0.002), loss=loss_fn, num_shards=4, seed=0)
-    loader = ls.ShardedLoader(train, batch_size=128, num_shards=4, seed=0)  # batch_size is that of all workers
+    loader = trainer.loader(train, batch_size=128)  # batch_size is that of all workers
     for epoch in range(epochs):
         for batch in loader.epoch(epoch):
             trainer.step(batch)
-    accuracy = trainer.evaluate(ls.ShardedLoader(test, batch_size=128, num_shards=4, shuffle=False), count_right)
+    accuracy = trainer.evaluate(trainer.loader(test, batch_size=128, shuffle=False), count_right)
     return accuracy["metric"].value, trainer.digest()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, NoReturn, final
+from typing import Any, Literal, NoReturn, TypedDict, final
 
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
@@ -25,11 +25,25 @@ _NUM_COMPARED = 12
 """Samples by which the data of the workers are compared."""
 
 
+class LoaderOptions(TypedDict, total=False):
+    """What `Trainer.loader` passes on to a `ShardedLoader`."""
+
+    shuffle: bool
+    weights: Literal["balanced"] | Sequence[float] | Tensor | None
+    lengths: Sequence[float] | Tensor | None
+    num_workers: int
+    persistent_workers: bool
+    collate_fn: Callable[[list[Any]], Any] | None
+    drop_last: bool
+    pin_memory: bool
+
+
 @final
 class ShardedLoader:
     """Load a data set in global batches that are cut into shards.
 
         loader = ls.ShardedLoader(dataset, batch_size=32, num_shards=8, seed=0)    # 32 samples over all workers
+        loader = trainer.loader(dataset, batch_size=32)    # the same: num_shards and seed are the trainer's
         for epoch in range(2):
             for batch in loader.epoch(epoch):
                 trainer.step(batch)

@@ -23,8 +23,8 @@ def check_cut(batch: Any, num_shards: int, world: World) -> None:
         )
     if batch.num_shards != num_shards:
         raise ValueError(
-            f"The batch is cut into {batch.num_shards} shards and the trainer has {num_shards}: give the loader and "
-            "the trainer the same num_shards. (LS511)"
+            f"The batch is cut into {batch.num_shards} shards and the trainer has {num_shards}: make the loader by "
+            "trainer.loader(dataset, batch_size=...), or with the same num_shards. (LS511)"
         )
     check_world(batch, world)
 

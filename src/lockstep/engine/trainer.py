@@ -7,15 +7,17 @@ a `StepEngine`, which takes the steps, and makes another one when the workers ar
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, TypeVar, Unpack, final
 
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
 from lockstep.comm import World, join_world
 from lockstep.data import Cursor, ShardedBatch, ShardedLoader
+from lockstep.data.loader import LoaderOptions
 from lockstep.engine.arguments import TrainerArguments, check_arguments, find_device_type, warn_of_other_conditions
 from lockstep.engine.averaging import SWA, AveragedWeights, tensors_of
 from lockstep.engine.callbacks import Callback
@@ -44,6 +46,7 @@ class Trainer:
         model = Net().to(run.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         trainer = ls.Trainer(model, optimizer, loss=loss_fn, num_shards=8, seed=0)
+        loader = trainer.loader(dataset, batch_size=256)    # over all workers
         for batch in loader.epoch(0):
             result = trainer.step(batch)
         print(trainer.digest())    # the same on any number of workers
@@ -72,8 +75,8 @@ class Trainer:
             step and shard.
             With several optimizers: one function, after whose backward all of them step, or one for each, by name: then
             a step makes one update after the other on the batch, each with the shards' forward and backward.
-        num_shards: Number of shards of the run, at least the number of workers; the loader's must be the same.
-        seed: Of every random state in a step.
+        num_shards: Number of shards of the run, at least the number of workers; a loader's must be the same.
+        seed: Of every random state in a step, and of the order of the data in `loader`.
         every: Of several optimizers, in every how many steps one steps, by name: `{"generator": 5}` in steps 5, 10, ...
             of the run, counted from 1. One that is not named steps in every step. What it does not step by is left out.
         scheduler: Learning-rate scheduler; stepped once per step. Step one that counts epochs in the loop instead. Of
@@ -148,6 +151,7 @@ class Trainer:
         world: World | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
+        self._world_given = world
         world = join_world() if world is None else world
         warn_of_missed_states(model)
         if precision == "float16" and scaler is None:
@@ -191,6 +195,27 @@ class Trainer:
             self._switches.restore()
             raise
         self.moments = Moments(self, self._state, self._present)
+
+    def loader(self, dataset: Dataset[Any], *, batch_size: int, **options: Unpack[LoaderOptions]) -> ShardedLoader:
+        """Return a `ShardedLoader` with the shards, the seed and the workers of this trainer (local).
+
+            loader = trainer.loader(train, batch_size=384)    # samples of a step over all workers
+            test_loader = trainer.loader(test, batch_size=384, shuffle=False)
+
+        Args:
+            dataset: A data set or a stream, as for `ShardedLoader`; it says what is raised, too.
+            batch_size: Samples of a step over *all* workers.
+            options: Those of `ShardedLoader`: shuffle, weights, lengths, num_workers, persistent_workers, collate_fn,
+                drop_last, pin_memory.
+        """
+        return ShardedLoader(
+            dataset,
+            batch_size=batch_size,
+            num_shards=self.num_shards,
+            seed=self.seed,
+            world=self._world_given,
+            **options,
+        )
 
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective: every worker calls, with its part of the same batch).

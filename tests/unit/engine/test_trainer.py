@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import itertools
 import sys
 import warnings
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
+from lockstep.comm import World
 from lockstep.data import ShardedBatch, ShardedLoader
+from lockstep.data.loader import LoaderOptions
 from lockstep.engine import Trainer
 from lockstep.engine.averaging import EMA
 from lockstep.errors import CheckpointError, LossError
@@ -583,3 +586,13 @@ def test_a_model_with_a_scripted_part_is_trained_as_it_is_without(tmp_path: Path
 
     for one, other in zip(train(scripted=False), train(scripted=True), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_loader_of_the_trainer_has_its_shards_seed_and_workers_and_every_option_of_a_loader() -> None:
+    alone = World(rank=0, world_size=1, group=None)
+    training = trainer(model(), num_shards=3, seed=7, world=alone)
+    made = training.loader(data(), batch_size=8, drop_last=True)
+    assert made.source == ShardedLoader(data(), batch_size=8, num_shards=3, seed=7, drop_last=True).source
+    assert next(made.epoch(0)).world is alone
+    options = set(inspect.signature(ShardedLoader).parameters) - {"dataset", "batch_size"}
+    assert set(LoaderOptions.__annotations__) == options - {"num_shards", "seed", "world"}
