@@ -36,6 +36,10 @@ OTHER_LANGUAGE = re.compile(r"^\[(?:中文|中文说明|English)\]\([^)]*\)\n\n"
 
 # A message's line that was broken in the file; the site wraps it where the window ends.
 LONG_LINE = re.compile(r"(?<=[^\n]{90})\n(?=\w)")
+TABLE = re.compile(r"<table>\s*<thead>(.*?)</thead>.*?</table>", re.DOTALL)
+MANY = 6  # columns
+CODE = re.compile(r'<div class="language-\w+ highlight">.*?</pre></div>', re.DOTALL)
+DRAWN = re.compile(r"┏|(?:\S {3,}(?=\S)[^\n]*?){4}")
 # HTML shows a line break as a space, and Chinese is written without spaces.
 BREAK_IN_CHINESE = re.compile(r"(?<=[\u3000-\u9fff\uff00-\uffef])\n *(?=[\u3000-\u9fff\uff00-\uffef])")
 
@@ -126,6 +130,16 @@ def on_page_context(context: dict[str, Any], page: Any, config: Any, **_: Any) -
     root = "../" * page.url.count("/")
     context["alternates"] = {ours: root + page.url, theirs: root + ("zh/" if theirs == "zh" else "../") + address}
     return context
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark what the style sheet treats apart: tables of many columns, and tables drawn with characters."""
+
+    def marked(found: re.Match[str]) -> str:
+        return f'<div class="wide">{found[0]}</div>' if found[1].count("<th") >= MANY else found[0]
+
+    html = TABLE.sub(marked, html)
+    return CODE.sub(lambda found: f'<div class="drawn">{found[0]}</div>' if DRAWN.search(found[0]) else found[0], html)
 
 
 def main() -> None:

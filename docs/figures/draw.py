@@ -1,11 +1,12 @@
 """Draw the figures of the pages: `python docs/figures/draw.py` writes the .svg files beside this one."""
 
+import re
 from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 HERE = Path(__file__).parent
 COLORS = ("#5b8ff9", "#f6a04d", "#61c29a", "#c277d1")
@@ -118,7 +119,29 @@ def tree() -> None:
     save(axes, "tree")
 
 
+def steps() -> None:
+    """Bars of the ratios in the first table of docs/benchmarks.md, of the rows with SGD."""
+    text = (HERE.parent / "benchmarks.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+), [^|]+ \| SGD \| (\d) \| ([\d.]+) \| ([\d.]+) \| ~?[\d.]+ \|$", text, re.MULTILINE)
+    axes = canvas(7.4, 0.7 * len(rows) + 1.6)
+    left, unit, top = 2.7, 3.6, 0.7 * len(rows)
+    for number, (model, workers, *ratios) in enumerate(rows):
+        y = top - 0.7 * number
+        axes.text(left - 0.2, y + 0.03, f"{model}, {workers} workers", ha="right", va="center")
+        for bar, ratio in enumerate(map(float, ratios)):
+            at = y + 0.03 - 0.28 * bar
+            axes.add_patch(Rectangle((left, at), unit * ratio, 0.24, facecolor=COLORS[bar], edgecolor="none"))
+            axes.text(left + unit * ratio + 0.1, at + 0.11, f"{ratio:.2f}", ha="left", va="center", fontsize=9)
+    axes.plot([left + unit] * 2, [0.3, top + 0.55], color=GREY, linewidth=1, linestyle="dashed")
+    axes.text(left + unit, top + 0.75, "torch on Gloo: 1.00", ha="center", va="center", fontsize=10)
+    for bar, (at, name) in enumerate(((left - 1.3, "Lockstep on shm"), (left + 1.5, "Lockstep on Gloo"))):
+        axes.add_patch(Rectangle((at, top + 1.2), 0.3, 0.3, facecolor=COLORS[bar], edgecolor="none"))
+        axes.text(at + 0.45, top + 1.35, name, ha="left", va="center", fontsize=10)
+    save(axes, "steps")
+
+
 if __name__ == "__main__":
     ring()
     buckets()
     tree()
+    steps()
