@@ -51,7 +51,7 @@ class TensorLayout:
         is_long = len(text) > _MOST_LETTERS
         self._text = f"{len(lines)} {_numbered(self.number)}" if is_long else text
         store = group_store(group)
-        if store is not None and (is_long or not capabilities_of(group).compares_calls):
+        if lines and store is not None and (is_long or not capabilities_of(group).compares_calls):
             store.set(f"{_LAYOUT_KEY}{self.number:x}", text)
 
     @contextmanager

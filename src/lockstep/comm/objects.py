@@ -40,6 +40,9 @@ from lockstep.torch_private.modules import byte_view
 
 _SECRET_KEY = "lockstep/secret"  # noqa: S105 - the name of a key in a store
 _SIGNED, _PLAIN = b"S", b"P"
+_LENGTH_BYTES = 8
+_HEAD_BYTES = 1016
+"""Messages up to this length take one exchange; of longer ones the rest takes another."""
 _CODE_BYTES = hashlib.sha256().digest_size
 _BUILTINS = frozenset({"bytearray", "complex", "frozenset", "range", "set", "slice"})
 _CLASSES = {
@@ -61,9 +64,7 @@ _NUMPY = frozenset(
 def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
     """Return every rank's `value`, in rank order (collective; small, and plain data over sockets without a secret)."""
     if capabilities_of(group).owns_memory:
-        found: list[Any] = [None] * group.size()
-        dist.all_gather_object(found, value, group=group)
-        return found
+        return [pickle.loads(each) for each in _gather_bytes(pickle.dumps(value), group)]  # noqa: S301 - only ranks send
     secret = find_secret(group)
     mine, problem = b"", None
     try:
@@ -138,18 +139,19 @@ def _gather_bytes(mine: bytes, group: ProcessGroup) -> list[bytes]:
     device = next((each for each in devices if each.type == "cpu"), devices[0])
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
-    lengths = _gather_tensor(torch.tensor([len(mine)], dtype=torch.int64, device=device), group)
-    sizes = [int(length) for length in lengths]
-    page = torch.zeros(max(sizes), dtype=torch.uint8)
-    page[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    pages = _gather_tensor(page.to(device), group)
-    return [page[:size].cpu().numpy().tobytes() for page, size in zip(pages, sizes, strict=True)]
+    head = len(mine).to_bytes(_LENGTH_BYTES, "little") + mine[:_HEAD_BYTES]
+    heads = _gather_page(head, _LENGTH_BYTES + _HEAD_BYTES, device, group)
+    lengths = [int.from_bytes(each[:_LENGTH_BYTES], "little") for each in heads]
+    longest = max(lengths) - _HEAD_BYTES
+    rests = _gather_page(mine[_HEAD_BYTES:], longest, device, group) if longest > 0 else [b""] * len(heads)
+    return [(head[_LENGTH_BYTES:] + rest)[:length] for head, rest, length in zip(heads, rests, lengths, strict=True)]
 
 
-def _gather_tensor(mine: Tensor, group: ProcessGroup) -> list[Tensor]:
-    found = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(found, mine, group=group)
-    return found
+def _gather_page(mine: bytes, size: int, device: torch.device, group: ProcessGroup) -> list[bytes]:
+    page = torch.frombuffer(bytearray(mine.ljust(size, b"\0")), dtype=torch.uint8)
+    pages = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(group.size())]
+    dist.all_gather(pages, page.to(device), group=group)
+    return [each.cpu().numpy().tobytes() for each in pages]
 
 
 def _explain_refused(name: str, rank: int) -> str:

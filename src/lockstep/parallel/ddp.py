@@ -40,7 +40,7 @@ from lockstep.parallel.averaging import (
     check_options,
 )
 from lockstep.parallel.buffers import broadcast_model
-from lockstep.parallel.comparison import ComparisonOptions, compare_at_start, number_model
+from lockstep.parallel.comparison import ComparisonOptions, compare_at_start, describe_parts, number_model
 from lockstep.parallel.torch_names import Statistics, TorchNames, arguments_from_torch, describe_shared_arguments
 from lockstep.processes.loaded_states import warn_of_missed_states
 from lockstep.reduce import CommHook, ReducerOptions, TrainedModel, check_same_model
@@ -197,14 +197,16 @@ class DistributedDataParallel(TorchNames):
         warn_of_missed_states(module)
         model = TrainedModel(module, self.parameters_to_ignore)
         if init_sync:
-            check_same_model(
+            parts = describe_parts(model, with_buffers=not sync_at_start) if compare else {}
+            is_alike = check_same_model(
                 model,
                 self._workers,
                 with_buffers=sync_at_start or self.forward_sync_buffers,
                 arguments=describe_shared_arguments(self, sends_at_start=sync_at_start, given=self._options),
+                besides=str(parts),
             )
             if compare:
-                compare_at_start(model, self._workers, self._options.model_number, sends_buffers=sync_at_start)
+                compare_at_start(model, self._workers, self._options.model_number, None if is_alike else parts)
             broadcast_model(model, self.process_group, 0, with_buffers=sync_at_start)
         self._delayed: DelayedParameters | None = None
         if delayed and param_to_hook_all_reduce is not None:

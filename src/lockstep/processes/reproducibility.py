@@ -47,11 +47,11 @@ def seed_generators(seed: int) -> None:
 
 def read_generator_states() -> dict[str, Any]:
     """Return the states of the global generators, of accelerators that of the present device, if it is initialized."""
-    numpy = sys.modules.get("numpy")
+    numpy_random = sys.modules.get("numpy.random")  # NumPy imports it when it is first used
     return {
         "python": random.getstate(),
         "torch": state_of_generator(torch.default_generator),
-        "numpy": None if numpy is None else numpy.random.get_state(),
+        "numpy": None if numpy_random is None else numpy_random.get_state(),
         "devices": {kind.__name__: kind.get_rng_state() for kind in _ACCELERATORS if kind.is_initialized()},
     }
 

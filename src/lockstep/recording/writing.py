@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, final
 
@@ -288,6 +288,8 @@ def ensure_own_recorder(rank: int, world_size: int) -> bool:
         return False
     is_open = open_recorder(_OWN, directory, worker=rank, rank=rank, world_size=world_size, capacity=settings.capacity)
     has_begun = is_open and not settings.directory
+    if has_begun:
+        call_at_exit_here(remove_oldest)  # not now: removing files takes longer than wrapping a model
     if has_begun and not settings.is_kept:
         call_at_exit_here(_remove, directory)
     return has_begun
@@ -311,9 +313,11 @@ def new_recording(wanted: Path | None) -> Path | None:
     if wanted is not None and settings.is_kept:
         return wanted
     try:
-        return make_private_recording()
+        recording = make_private_recording()
+        remove_oldest()
     except OSError:
         return None
+    return recording
 
 
 def _job_name() -> str:
@@ -357,7 +361,7 @@ def private_folder() -> Path:
 
 
 def make_private_recording(name: str = "") -> Path:
-    """Return a folder for the recording of a job, and remove the oldest ones; several processes may call.
+    """Return a folder for the recording of a job; several processes may call.
 
     The name ends in `-` and the process that started the job: while that runs, the recording is not removed. Without a
     name the folder is a new one: who removes it removes nothing of another launch of the same second.
@@ -368,12 +372,16 @@ def make_private_recording(name: str = "") -> Path:
         recording.mkdir(mode=0o700, exist_ok=True)
     else:
         recording = _make_new(folder)
-    others = sorted((each for each in folder.iterdir() if each != recording), key=_made_at, reverse=True)
-    for old in others[_NUM_KEPT:]:
-        starter = old.name.rpartition("-")[2]
-        if not Path(f"/proc/{starter}").exists():
-            shutil.rmtree(old, ignore_errors=True)
     return recording
+
+
+def remove_oldest() -> None:
+    """Remove the recordings of jobs that are over, but for the newest (local)."""
+    with suppress(OSError):  # another user's folder
+        for old in sorted(private_folder().iterdir(), key=_made_at, reverse=True)[_NUM_KEPT:]:
+            starter = old.name.rpartition("-")[2]
+            if not Path(f"/proc/{starter}").exists():
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def _make_new(folder: Path) -> Path:

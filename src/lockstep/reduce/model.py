@@ -162,16 +162,20 @@ def check_same_model(
     is_wrapped: bool = False,
     with_buffers: bool = True,
     arguments: Sequence[str] = (),
-) -> None:
+    besides: str = "",
+) -> bool:
     """Compare the parameters and buffers of `model` across ranks; raise on every rank if they differ (collective).
+
+    Return whether `besides`, in words what may differ, is the same on all ranks: in the same exchange.
 
     Trainable parameters must agree in names, order, shapes, dtypes and strides; frozen ones and buffers, which are
     broadcast, in names, order, shapes and dtypes.
     """
     described = {_ARGUMENT: [*arguments], **_describe(model, with_buffers=with_buffers)}
-    fingerprint = hashlib.sha256(repr(described).encode()).hexdigest()
-    if len(set(world.gather_objects(fingerprint))) == 1:
-        return
+    own = [hashlib.sha256(repr(each).encode()).hexdigest() for each in (described, besides)]
+    fingerprints, fingerprints_besides = map(set, zip(*world.gather_objects(own), strict=True))
+    if len(fingerprints) == 1:
+        return len(fingerprints_besides) == 1
     # The descriptions are long, so they are sent only when the hashes differ.
     expected, *others = world.gather_objects(described)
     for rank, found in enumerate(others, start=1):
@@ -180,6 +184,7 @@ def check_same_model(
                 difference = _explain(rank, kind, found[kind], expected[kind])
                 remedy = _ALIKE if kind == _ARGUMENT else _AFTER_WRAPPING if is_wrapped else _BEFORE_WRAPPING
                 raise ParameterMismatchError(f"{difference} {remedy}")
+    return len(fingerprints_besides) == 1
 
 
 def check_same_values(parameters: Sequence[TrainedParameter], world: World) -> None:

@@ -37,6 +37,7 @@ _IS_CPU = attrgetter("is_cpu")
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _WORD_BYTES = 4
 _BLOCK_WORDS = 1 << 15
+_FEWEST_WEIGHTS = 1 << 10
 _ROWS_ON_DEVICE = 128
 """So many blocks are one operation on a device."""
 _KEPT_BITS = 52
@@ -150,7 +151,7 @@ def _read_bytes(tensor: Tensor) -> bytes:
 def _sum_bytes(read: bytes) -> list[int]:
     """Return what `_sum_blocks` does, of the bytes of small tensors."""
     words = np.frombuffer(read + b"\0" * (-len(read) % _WORD_BYTES), np.int32).astype(np.int64)
-    weights = _weights_of_blocks()
+    weights = _weights_of_blocks(min(_BLOCK_WORDS, max(_FEWEST_WEIGHTS, 1 << len(words).bit_length())))
     starts = range(0, len(words), _BLOCK_WORDS)
     return [int(words[start : start + _BLOCK_WORDS].dot(weights[: len(words) - start])) for start in starts]
 
@@ -191,8 +192,8 @@ def _weights_of_cpu(number: int) -> Tensor:
 
 
 @cache
-def _weights_of_blocks() -> "np.ndarray[Any, np.dtype[np.int64]]":
-    return _weights_of_cpu(_BLOCK_WORDS).numpy()
+def _weights_of_blocks(number: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    return _weights_of_cpu(number).numpy()
 
 
 def _make_weights(number: int, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from lockstep.launch.sessions import launch_recorded
 from lockstep.recording import LAUNCHER, WorkerRecorder, new_recording, open_recorder
 from lockstep.recording.reading import read_recording
 from lockstep.recording.stacks import request_stacks
-from lockstep.recording.writing import make_private_recording, private_folder, remove_if_over
+from lockstep.recording.writing import make_private_recording, private_folder, remove_if_over, remove_oldest
 from lockstep.settings import Settings, recording_variable
 
 
@@ -47,6 +47,7 @@ def test_old_recordings_of_jobs_that_are_gone_are_removed() -> None:
         os.utime(made, (number, number))
     os.utime(own, (0, 0))
     make_private_recording("last-1")
+    remove_oldest()
     names = {each.name for each in private_folder().iterdir()}
     assert own.name in names
     assert f"20260101-000000-{10**8 + 39}" in names

@@ -26,7 +26,7 @@ from lockstep.parallel.comparison.check import Check, Lines, Reduced, Scope
 from lockstep.parallel.comparison.data import DataSamplers, LoaderPositions, SameDataWarning, UnevenBatchWarning
 from lockstep.parallel.comparison.draws import OverlappingParts, SameRandomNumbers
 from lockstep.parallel.comparison.epochs import ToldEpochs
-from lockstep.parallel.comparison.forwards import ForwardState, warn_of_unlike_buffers, warn_of_unlike_layers
+from lockstep.parallel.comparison.forwards import ForwardState, Parts, describe_parts, warn_of_unlike_parts
 from lockstep.parallel.comparison.optimizers import listen_to_steps
 from lockstep.parallel.comparison.order import ModelOrder, compare_values, models_over
 from lockstep.parallel.comparison.updates import WatchedSteps
@@ -35,7 +35,7 @@ from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.status import COMPARISON_LIMIT
 from lockstep.torch_private.autograd import is_inside_func_grad
 
-__all__ = ["ComparisonOptions", "RankComparison", "compare_at_start", "number_model"]
+__all__ = ["ComparisonOptions", "RankComparison", "compare_at_start", "describe_parts", "number_model"]
 
 _PURPOSE: Final = "comparing the ranks of a wrapped model"
 
@@ -225,8 +225,9 @@ class RankComparison:
 
     def _know_parameters(self) -> None:
         self._choose()
+        named, module = self._model.parameters(), self._model.module
         for check in self.checks:
-            check.know(self._model.parameters(), self._model.module)
+            check.know(named, module)
 
 
 @final
@@ -294,9 +295,11 @@ def number_model(world: World) -> int:
     return models_over(world).add()
 
 
-def compare_at_start(model: TrainedModel, world: World, model_number: int, *, sends_buffers: bool) -> None:
-    """Compare a model that is wrapped with those of the other ranks, before it gets rank 0's values (collective)."""
+def compare_at_start(model: TrainedModel, world: World, model_number: int, unlike: Parts | None) -> None:
+    """Compare a model that is wrapped with those of the other ranks, before it gets rank 0's values (collective).
+
+    `unlike` has its parts if they are not the same on all ranks.
+    """
     compare_values(model, world, model_number)
-    warn_of_unlike_layers(model, world)
-    if not sends_buffers:
-        warn_of_unlike_buffers(model, world)
+    if unlike is not None:
+        warn_of_unlike_parts(unlike, world)

@@ -8,10 +8,8 @@ backward.
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +31,21 @@ from lockstep.reduce.tensor_bits import sum_of_bits
 
 _OF_THE_RANK = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+|(?<=[xn]pu:)\d+")
 """What differs between ranks that are alike: an address, as functions have it when they are printed; a device."""
+_REMEDIES: Final = {
+    "Layer": (
+        ". If that is not meant, build the model with the same options on every rank. (LS320)",
+        "If that is meant",
+    ),
+    "Buffer": (
+        (
+            ", and with broadcast_buffers=False each rank keeps its own. Make it by the same seed on every rank, or "
+            "leave broadcast_buffers out, which sends rank 0's. (LS304)"
+        ),
+        "If each rank is to have its own",
+    ),
+}
+Parts = Mapping[str, dict[str, str]]
+"""What the layers and buffers of a model are in words, by kind and name."""
 
 
 @final
@@ -158,50 +171,30 @@ class ForwardState(Check):
         return f"on, with {torch.get_autocast_dtype(self._device_type)}"
 
 
-def warn_of_unlike_layers(model: TrainedModel, world: World) -> None:
-    """Warn, on every rank, if layers were made with other options on some rank (collective)."""
-    odd = _find_first_difference(_describe_layers(model), world)
-    if odd is not None:
-        warn_once(
-            f"Layer {odd.name} of the wrapped model is {odd.here} on rank {odd.rank} and {odd.there} on rank 0. If "
-            "that is not meant, build the model with the same options on every rank. (LS320)",
-            f"Layer {odd.name} of",
-        )
+def describe_parts(model: TrainedModel, *, with_buffers: bool) -> Parts:
+    """Return what may differ between ranks, which is warned of: layers, and buffers that nobody sends (local)."""
+    root = model.module
+    return {
+        "Layer": {name: _describe(layer) for name, layer in (() if root is None else root.named_modules())},
+        "Buffer": {name: _describe_buffer(buffer) for name, buffer in model.buffers() if with_buffers},
+    }
 
 
-def warn_of_unlike_buffers(model: TrainedModel, world: World) -> None:
-    """Warn, on every rank, if buffers that nobody sends are not the same on all ranks (collective)."""
-    odd = _find_first_difference({name: _describe_buffer(buffer) for name, buffer in model.buffers()}, world)
-    if odd is not None:
-        warn_once(
-            f"Buffer {odd.name} of the wrapped model is {odd.here} on rank {odd.rank} and {odd.there} on rank 0, and "
-            "with broadcast_buffers=False each rank keeps its own. Make it by the same seed on every rank, or leave "
-            "broadcast_buffers out, which sends rank 0's. (LS304)",
-            f"Buffer {odd.name} of",
-            if_meant="If each rank is to have its own",
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _UnlikePart:
-    name: str
-    rank: int
-    here: str
-    """What it is on that rank; `there` on rank 0."""
-    there: str
-
-
-def _find_first_difference(own: Mapping[str, str], world: World) -> _UnlikePart | None:
-    """Return what is not the same on all ranks, by name (collective)."""
-    if len(set(world.gather_objects(zlib.crc32(repr(own).encode())))) == 1:
-        return None
+def warn_of_unlike_parts(own: Parts, world: World) -> None:
+    """Warn, on every rank, of the first layer and the first buffer that are not the same on all ranks (collective)."""
     expected, *others = world.gather_objects(own)
-    for rank, found in enumerate(others, start=1):
-        for name in chain(expected, found):
-            here, there = found.get(name, "not there"), expected.get(name, "not there")
+    for kind, (remedy, if_meant) in _REMEDIES.items():
+        for rank, found in enumerate(others, start=1):
+            pairs = ((name, found[kind].get(name), expected[kind].get(name)) for name in expected[kind] | found[kind])
+            name, here, there = next((pair for pair in pairs if pair[1] != pair[2]), ("", None, None))
             if here != there:
-                return _UnlikePart(name=name, rank=rank, here=here, there=there)
-    return None
+                warn_once(
+                    f"{kind} {name} of the wrapped model is {here or 'not there'} on rank {rank} and "
+                    f"{there or 'not there'} on rank 0{remedy}",
+                    f"{kind} {name} of",
+                    if_meant=if_meant,
+                )
+                break
 
 
 def _describe_buffer(buffer: Tensor) -> str:
@@ -209,11 +202,6 @@ def _describe_buffer(buffer: Tensor) -> str:
     can_be_read = type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta and buffer.numel()
     bits = f" with number {int(sum_of_bits([buffer])):x}" if can_be_read else ""
     return f"a tensor ({shape}, {buffer.dtype}){bits}"
-
-
-def _describe_layers(model: TrainedModel) -> dict[str, str]:
-    root = model.module
-    return {name: _describe(layer) for name, layer in (() if root is None else root.named_modules())}
 
 
 def _describe(layer: nn.Module) -> str:
