@@ -131,8 +131,11 @@ def main_worker(gpu, ngpus_per_node, args):
         model = torch.nn.DataParallel(model).cuda()
     optimizer = torch.optim.SGD(model.parameters(), args.lr)
     if args.resume:
-        loc = "cuda:{}".format(args.gpu)
-        checkpoint = torch.load(args.resume, map_location=loc)
+        if args.gpu is None:
+            checkpoint = torch.load(args.resume)
+        else:
+            loc = "cuda:{}".format(args.gpu)
+            checkpoint = torch.load(args.resume, map_location=loc)
         model.load_state_dict(checkpoint["state_dict"])
     train_dataset = datasets.ImageFolder("train", transforms.Compose([transforms.RandomResizedCrop(224)]))
     val_dataset = datasets.ImageFolder("val")

@@ -352,7 +352,13 @@ def _check_set_device(call: ast.Call) -> Iterator[ScriptFinding]:
 
 
 def _check_map_location(source: ScriptSource, call: ast.Call) -> Iterator[ScriptFinding]:
-    has_location = keyword(call, "map_location") is not None or len(call.args) > 1 or has_unknown_arguments(call)
+    # Whoever also loads the same file with a location chooses between the two, by the devices that there are.
+    loads = [each for each in source.calls if source.full_name(each.func) == "torch.load" and each.args]
+    same = [each for each in loads if call.args and ast.dump(each.args[0]) == ast.dump(call.args[0])]
+    has_location = any(
+        keyword(each, "map_location") is not None or len(each.args) > 1 or has_unknown_arguments(each)
+        for each in [call, *same]
+    )
     uses_cuda = any(
         (isinstance(node, ast.Attribute) and node.attr == "cuda")
         or (isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda"))
