@@ -116,7 +116,9 @@ def terminate_only_for(owner_pid: int) -> None:
 
 def describe_held_up(threads: Sequence[str]) -> str:
     """Return what keeps a process from ending in which these threads are left that are no daemons."""
-    return f"thread {', '.join(map(repr, threads))}, which is no daemon," if threads else "a handler of atexit"
+    if threads:
+        return f"thread {', '.join(map(repr, threads))}, which is no daemon,"
+    return "a handler of atexit, or the end of the interpreter,"
 
 
 def start_thread_left_alone(

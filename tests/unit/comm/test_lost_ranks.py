@@ -83,7 +83,7 @@ def test_it_is_said_what_holds_the_end_of_a_failed_process_up(
         thread.join()
     assert "thread 'watches', which is no daemon, holds it up. (LS605)" in capsys.readouterr().err
     lost_ranks._tell_if_running()
-    assert "a handler of atexit holds it up" in capsys.readouterr().err
+    assert "a handler of atexit, or the end of the interpreter, holds it up" in capsys.readouterr().err
 
 
 # -- What a new worker makes of the launcher's messages, without processes ---------------------------------------------
