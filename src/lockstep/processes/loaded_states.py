@@ -1,4 +1,4 @@
-"""States that were loaded into modules, and of which nothing has fitted: seen at `load_state_dict`, said at a forward.
+"""States that were loaded into modules, and of which next to nothing has fitted: seen at `load_state_dict`, said at a forward.
 
     model.load_state_dict(torch.load("model.pt"), strict=False)    # "module.0.weight", and here it is "0.weight"
     model = DistributedDataParallel(model)
@@ -10,18 +10,24 @@ for the loading of one module alone, and a model may be loaded before anything o
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lockstep.processes.user_line import CodeLine, stacklevel_of_user, user_line
 from lockstep.torch_private.modules import version_of
 
 _PREFIXES: Final = ("module.", "_orig_mod.")
 """What `DistributedDataParallel` and `torch.compile` put before the keys."""
+_NUM_SEEN: Final = 64
+"""So many values of each parameter are looked at."""
+_LARGEST_MISS: Final = 0.9
+"""Of all parameters: fewer that are missing may be those of a new head."""
+_Missed = tuple[str, str, str, CodeLine, Sequence[object]]
 
 
 def watch_loaded_states() -> None:
@@ -45,15 +51,20 @@ def watch_loaded_states() -> None:
 
 def _note(module: nn.Module, state: Mapping[str, Any], missing: Collection[str], unexpected: Collection[str]) -> None:
     names = [name for name, _ in module.named_parameters()]
+    lacking = [name for name in names if name in {*missing}]
     # Not buffers: BatchNorm's of a state without versions are never missing.
-    if not names or not {*names} <= {*missing}:
+    if not lacking or len(lacking) < _LARGEST_MISS * len(names):
         return
     bare = {_without_prefix(key): key for key in unexpected}
-    pairs = [(bare[_without_prefix(name)], name) for name in names if _without_prefix(name) in bare]
-    pairs += [(key, name) for key in unexpected for name in names[:1] if _have_prefix(key, name, names, unexpected)]
-    pairs += [(key, names[0]) for key in unexpected if isinstance(state.get(key), Mapping)]  # of a whole checkpoint
+    pairs = [(bare[_without_prefix(name)], name) for name in lacking if _without_prefix(name) in bare]
+    if len(pairs) < len(lacking) < len(names):
+        pairs = []
+    pairs += [(key, name) for key in unexpected for name in lacking[:1] if _have_prefix(key, name, lacking, unexpected)]
+    if len(lacking) == len(names):
+        pairs += [(key, names[0]) for key in unexpected if isinstance(state.get(key), Mapping)]  # of a whole checkpoint
     if pairs:
-        _MISSED[module] = *pairs[0], user_line(), _count_writes(module)
+        found = f"{len(names) - len(lacking)} of {len(names)} parameters" if len(lacking) < len(names) else "Nothing"
+        _MISSED[module] = found, *pairs[0], user_line(), _values_of(module)
         _LOOKED_INTO.clear()
 
 
@@ -66,11 +77,11 @@ def warn_of_missed_states(model: nn.Module) -> None:
         missed = _MISSED.pop(module, None)
         if missed is None:
             continue
-        loaded, expected, line, num_writes = missed
-        if num_writes == _count_writes(module):  # and nothing else was written since
+        found, loaded, expected, line, values = missed
+        if values == _values_of(module):  # and nothing else was written since
             warnings.warn(
-                f"Nothing of the checkpoint that was loaded at {line} has fitted: its keys are such as {loaded!r}, and "
-                f"here they are such as {expected!r}. strict=False hides that, and the model kept the values that it "
+                f"{found} of the checkpoint that was loaded at {line} fitted: its keys are such as {loaded!r}, and here "
+                f"they are such as {expected!r}. strict=False hides that, and the model kept the values that it "
                 "had. ls.load_weights(path, model) finds the weights in a file, and takes prefixes off. A wrapper's "
                 "state has the prefix 'module.': save model.module.state_dict() and load it with "
                 "model.module.load_state_dict(...). (LS727)",
@@ -78,8 +89,13 @@ def warn_of_missed_states(model: nn.Module) -> None:
             )
 
 
-def _count_writes(module: nn.Module) -> int:
-    return sum(map(version_of, module.parameters()))
+def _values_of(module: nn.Module) -> Sequence[object]:
+    """Return what shows that parameters were written: not their versions alone, for `.data` writes leave these."""
+    return [
+        (version_of(each), each.detach().reshape(-1)[:_NUM_SEEN].cpu().view(torch.uint8).tolist() if is_plain else 0)
+        for each in module.parameters()
+        for is_plain in [type(each) is nn.Parameter and type(each.data) is Tensor and not each.is_meta]
+    ]
 
 
 def _have_prefix(key: str, name: str, names: Collection[str], unexpected: Collection[str]) -> bool:
@@ -98,7 +114,7 @@ def _without_prefix(key: str) -> str:
     return key
 
 
-_MISSED: Final["weakref.WeakKeyDictionary[nn.Module, tuple[str, str, CodeLine, int]]"] = weakref.WeakKeyDictionary()
+_MISSED: Final["weakref.WeakKeyDictionary[nn.Module, _Missed]"] = weakref.WeakKeyDictionary()
 """Of all modules of this process, which may be loaded before they are wrapped."""
 
 _LOOKED_INTO: Final["weakref.WeakSet[nn.Module]"] = weakref.WeakSet()

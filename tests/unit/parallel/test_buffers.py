@@ -119,6 +119,22 @@ def test_weights_that_were_written_by_hand_after_all_are_not_warned_of() -> None
     module.load_state_dict(prefixed(module.state_dict(), "module."), strict=False)
     module[0].load_state_dict(module[0].state_dict())
     warn_of_missed_states(module)
+    module.load_state_dict(prefixed(module.state_dict(), "module."), strict=False)
+    module[0].weight.data.copy_(torch.ones(2, 2))  # which leaves its version
+    warn_of_missed_states(module)
+
+
+def test_a_state_of_which_a_few_percent_were_loaded_is_warned_of() -> None:
+    module = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(16)))
+    state = module.state_dict()
+    missed = {name: state[name] for name in list(state)[1:]}
+    module.load_state_dict(state | {"0.weight": state["0.weight"]} | prefixed(missed, "encoder."), strict=False)
+    warn_of_missed_states(module)  # all was there
+    module.load_state_dict({"0.weight": state["0.weight"]} | prefixed(missed, "encoder."), strict=False)
+    with pytest.warns(UserWarning, match=r"1 of 16 parameters of the checkpoint .* such as 'encoder\.1\.weight'"):
+        warn_of_missed_states(module)
+    module.load_state_dict({"0.weight": state["0.weight"], "other": state["1.weight"]}, strict=False)  # a new head
+    warn_of_missed_states(module)
 
 
 def test_a_state_that_is_loaded_with_other_keys_after_all_is_not_warned_of() -> None:
