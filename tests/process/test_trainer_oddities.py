@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -203,6 +204,19 @@ def a_forward_that_writes_parameters() -> Answer:
     return found
 
 
+class Gathering(nn.Linear):
+    """Adds up over the workers in evaluations, which they make together."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training and dist.is_initialized():
+            dist.all_reduce(torch.ones(1))
+        return super().forward(inputs)
+
+
+def collectives_in_evaluation_mode() -> Answer:
+    return train(make(Gathering(3, 3).double()))
+
+
 def nonzero(model: nn.Module, batch: Any) -> Tensor:
     return (model(batch[0]) - 1).square().mean()
 
@@ -307,6 +321,7 @@ CASES = (
     a_backward_in_the_loss,
     hooks_after_accumulation,
     a_forward_that_writes_parameters,
+    collectives_in_evaluation_mode,
     buffers_of_any_kind,
     checkpoints_of_some_shards,
     sparse_gradients_that_come_late,

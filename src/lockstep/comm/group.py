@@ -208,6 +208,9 @@ class CheckedProcessGroup(ProcessGroup):
             raise
 
     def _forward(self, name: str, arguments: Sequence[Any], event: int | None = None) -> Work:
+        is_message = name in {"send", "recv", "recv_anysource"}
+        if is_message:
+            OPEN_GROUPS.count_message()
         try:
             work = getattr(self._require_inner(), name)(*arguments)
         except GroupError:
@@ -217,8 +220,6 @@ class CheckedProcessGroup(ProcessGroup):
             if explained is None:
                 raise
             raise explained from error
-        is_message = name in {"send", "recv", "recv_anysource"}
-        OPEN_GROUPS.num_messages += is_message
         if self._has_device:
             line = find_user_line()
             self._device_watch.add(work, f"{name}{f' at {line}' if line else ''}")

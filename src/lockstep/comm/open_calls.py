@@ -18,8 +18,8 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Protocol, final
 
 from torch import Tensor
@@ -36,6 +36,10 @@ _END_SECONDS: Final = 5.0
 """How long a collective may take to end whose connections are closed: milliseconds, unless it hangs."""
 _POLL_SECONDS: Final = 0.001
 _Outcome = queue.SimpleQueue[bool | BaseException]
+
+
+class RefusedCallError(RuntimeError):
+    """A call in code that this rank alone runs, to look at what it does."""
 
 
 class HasCalls(Protocol):
@@ -55,6 +59,7 @@ class OpenGroups:
         self._error: GroupError | None = None
         self.num_messages = 0
         """How often a tensor was sent or received: torch's number of a group's calls leaves these out."""
+        self._refusing: int | None = None
         self.are_replaced = False
         """Whether a launcher may end their calls, because this worker can continue with others."""
         call_in_children(self._forget)
@@ -67,6 +72,23 @@ class OpenGroups:
             error = self._error
         if error is not None:
             group.end_calls(error)
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Raise a RefusedCallError in place of each call of this thread, which the other ranks do not make (local)."""
+        self._refusing = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._refusing = None
+
+    def raise_if_refused(self) -> None:
+        if self._refusing is not None and self._refusing == threading.get_ident():
+            raise RefusedCallError
+
+    def count_message(self) -> None:
+        self.raise_if_refused()
+        self.num_messages += 1
 
     def num_calls(self) -> int:
         """Return a number that is another one when this process has called a group since (local)."""
@@ -246,6 +268,7 @@ class CallEvents:
 
     def take_number(self) -> int:
         """Return the number of the next call; called in the order of the calls."""
+        OPEN_GROUPS.raise_if_refused()
         number = self._first + self.num_calls
         self.num_calls += 1
         return number

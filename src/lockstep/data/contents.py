@@ -142,7 +142,7 @@ def _parts(value: Any, depth: int) -> Iterator[str]:
 def _describe(value: Any) -> str | None:
     """Return a number, a text or a tensor in words, the same for equal ones; None for what has parts."""
     if isinstance(value, Tensor):
-        return _describe_tensor(value)
+        return " ".join(map(_describe_tensor, value.unbind() if value.is_nested else [value]))
     if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
         is_numeric = value.dtype.kind in "biufc" and value.dtype.isnative
         return _describe_tensor(torch.tensor(value)) if is_numeric else f"{value.dtype} {value.shape}"
@@ -160,7 +160,7 @@ def _describe(value: Any) -> str | None:
 @torch.no_grad()
 def _describe_tensor(tensor: Tensor) -> str:
     kind = f"{tensor.dtype} {tuple(tensor.shape)}"
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
         return kind
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return f"{kind} {zlib.crc32(byte_view(tensor).numpy().tobytes())}"

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, default_collate
 from lockstep.comm import World, current_world, join_world
 from lockstep.data.batch import Cursor, ErrorPlace, ShardAssignment, ShardedBatch, Slice
 from lockstep.data.contents import slice_number
-from lockstep.data.keyed import FailedSlice, KeyedDataset, SliceKeys
+from lockstep.data.keyed import DrawKeys, FailedSlice, KeyedDataset, SliceKeys
 from lockstep.data.samples import Cut, EpochSamples, ListedSamples, Samples, keys_to_load, own_slices
 from lockstep.data.slice_loading import SliceLoading
 from lockstep.data.stream import Stream, as_stream
@@ -290,6 +290,7 @@ class ShardedLoader:
                         world=world,
                         # With its draws: a prefetcher of the user's is at a later step when the batch is cut anew.
                         recut=_last(partial(self._recut, samples, slices), recorder.end, event),
+                        load_again=self._loading_again(slices),
                     )
                     samples.drop(step)
                     step += 1
@@ -328,6 +329,17 @@ class ShardedLoader:
             content=self._content or self._number_data(),
             number=_number_of(samples, cut, assignment.world),
         )
+
+    def _loading_again(self, cut: Sequence[SliceKeys]) -> Callable[[Sequence[int]], Any] | None:
+        first = cut[0]
+        if not isinstance(first, DrawKeys):
+            return None  # a record may be written to by what makes a sample of it
+
+        def load(places: Sequence[int]) -> Any:
+            draws = [draw for keys in cut if isinstance(keys, DrawKeys) for draw in keys.draws]
+            return _check_slice(self._loading.load(replace(first, draws=[draws[place] for place in places])))
+
+        return load
 
     def _number_data(self) -> int:
         self._content = slice_number([_check_slice(self._loading.load(keys)) for keys in self._keys_to_compare()])

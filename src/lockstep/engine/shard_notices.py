@@ -13,12 +13,14 @@ import itertools
 import math
 import operator
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.data import ShardedBatch
 from lockstep.engine.losses import SliceLoss
 from lockstep.errors import LossError
 from lockstep.held_objects import Walk
@@ -28,6 +30,8 @@ from lockstep.torch_private.modules import tree_leaves
 
 _NUM_VIEWS = 4
 _NUM_NODES = 1 << 15
+_NUM_LOADED = 6
+"""So many samples are loaded again where a slice cannot be cut."""
 _TOLERANCE = 0.6
 """The power of a dtype's precision that is rounding: 7e-5 of the loss for float32, 0.05 for bfloat16."""
 _LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Embedding", "Lstm", "MkldnnRnn", "ThnnFused", "CudnnRnn")
@@ -93,11 +97,18 @@ def warn_of_pair(result: Any) -> None:
         )
 
 
-def split_samples(data: Any, num_samples: int, first: int) -> tuple[Any, Any] | None:
-    """Return the first samples of a slice, and the others; None where no dimension says which are whose."""
+class SampleData(NamedTuple):
+    """Some samples, collated, and how many they are."""
+
+    data: Any
+    num_samples: int
+
+
+def split_samples(data: Any, num_samples: int, first: int) -> tuple[SampleData, ...]:
+    """Return the first samples of a slice, and the others; nothing where no dimension says which are whose."""
     leaves = [each for each in tree_leaves(data) if isinstance(each, Tensor) and each.ndim]
     if num_samples < 2 or not leaves or any(len(each) != num_samples for each in leaves):  # noqa: PLR2004 - parts
-        return None
+        return ()
 
     def cut(value: Any, where: slice) -> Any:
         if isinstance(value, Tensor):
@@ -112,7 +123,8 @@ def split_samples(data: Any, num_samples: int, first: int) -> tuple[Any, Any] | 
         is_named = isinstance(value, tuple) and type(value) is not tuple
         return type(value)(*items) if is_named else type(value)(items)
 
-    return cut(data, slice(first)), cut(data, slice(first, None))
+    parts = slice(first), slice(first, None)
+    return tuple(map(SampleData, (cut(data, part) for part in parts), (first, num_samples - first)))
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:
@@ -121,10 +133,49 @@ def uses_batch_statistics(module: nn.Module) -> bool:
     return is_batchnorm and module.running_mean is None
 
 
-def check_is_mean(
-    whole: SliceLoss, splits: Sequence[Sequence[SliceLoss]], dtypes: Iterable[torch.dtype], *, has_total: bool
-) -> None:
-    """Raise an error if the loss of a slice is not the mean of those of its parts, but for rounding in `dtypes`.
+def find_no_mean(
+    data: SampleData, batch: ShardedBatch, compute: Callable[[Any, int], SliceLoss], compare: Callable[..., str]
+) -> str:
+    """Return how the loss of a slice is no mean over its samples, by cutting it, or else by loading some again."""
+    num_samples, load_again = data.num_samples, batch.load_again
+    # The halves of some slices are alike by chance; a single sample is not all code made for.
+    firsts = [*dict.fromkeys((num_samples // 2, 1))]
+    whole, problem, is_cut = compute(*data), "", False
+    for cut in [split_samples(*data, first) for first in firsts]:
+        with suppress(Exception):
+            problem, is_cut = problem or (compare(whole, [cut]) if cut else ""), bool(cut)
+    if load_again is None or (is_cut and not problem):
+        return problem
+
+    def load(places: Sequence[int]) -> SampleData:
+        return SampleData(load_again(places), len(places))
+
+    if problem:  # or was it cut along another dimension, or a count of all its samples came with the parts?
+        with suppress(Exception):
+            cuts = [(load(range(first)), load(range(first, num_samples))) for first in firsts]
+            problem = compare(whole, cuts) and problem
+        return problem
+    places = [*range(min(max(num_samples, 2), _NUM_LOADED, batch.num_samples))]
+    if len(places) == 1:
+        return ""
+    whole = compute(*load(places))
+    # All samples in both parts, so that none is padded to another length.
+    firsts = [*dict.fromkeys((len(places) // 2, 1))]
+    parts = [(load(places + 3 * places[:first]), load(places + 3 * places[first:])) for first in firsts]
+    problem = compare(whole, parts, "with the first of its samples four times, and the last, it is")
+    turned = load(places[::-1])  # of a collate function that draws, another loss
+    return problem if problem and not compare(whole, [(turned, turned)]) else ""
+
+
+def problem_of_mean(
+    whole: SliceLoss,
+    splits: Sequence[Sequence[SliceLoss]],
+    dtypes: Iterable[torch.dtype],
+    *,
+    has_total: bool = False,
+    of_parts: str = "of its parts",
+) -> str:
+    """Return how the loss of a slice is not the mean of those of its parts, but for rounding in `dtypes`; else "".
 
     `has_total`: the loss was returned as total and weight. Rounding is measured against the largest loss: that of all
     samples may be a small difference, as a critic's is.
@@ -140,16 +191,19 @@ def check_is_mean(
         if has_total and weights[0] and set(weights) == {float(whole.weight)}:
             mean = sum(values)
         if abs(found - mean) > precision**_TOLERANCE * largest + precision:  # not where there is no number
-            raise _no_mean(found, values, weights, mean)
+            return (
+                f"of a slice it is {found:.6g}, and {of_parts} {values[0]:.6g} and {values[1]:.6g}, whose mean is "
+                f"{mean:.6g} (weights {weights[0]:g} and {weights[1]:g}, without dropout)"
+            )
+    return ""
 
 
-def _no_mean(found: float, losses: Sequence[float], weights: Sequence[float], mean: float) -> LossError:
+def no_mean(problem: str) -> LossError:
     return LossError(
-        f"The loss is not a mean over samples: of a slice it is {found:.6g}, and of its parts {losses[0]:.6g} and "
-        f"{losses[1]:.6g}, whose mean is {mean:.6g} (weights {weights[0]:g} and {weights[1]:g}, without dropout). The "
-        "gradient of a step would depend on num_shards. Of a sum return the mean; of a mean over tokens, over targets "
-        "that are not ignored, or with class weights, ls.Mean(total, weight): the sum, and what the mean divides it "
-        "by. If the loss is to be another function of a shard's samples, such as a root or a ratio, say so with "
+        f"The loss is not a mean over samples: {problem}. The gradient of a step would depend on num_shards. Of a sum "
+        "return the mean; of a mean over tokens, over targets that are not ignored, or with class weights, "
+        "ls.Mean(total, weight): the sum, and what the mean divides it by. If the loss is to be another function of a "
+        "shard's samples, such as a root, a ratio, or what batch statistics or pairs of samples give, say so with "
         "exact_mean=False, in a config exact_mean: false. (LS533)"
     )
 

@@ -1,5 +1,6 @@
 """Forward and backward of the shards of one worker, and what that takes: what the parts of a step share."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,9 +35,11 @@ from lockstep.engine.optimizers import UpdateSpec
 from lockstep.engine.parameters import ParameterHooks
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_notices import (
+    SampleData,
     buffers_of_users,
-    check_is_mean,
-    split_samples,
+    find_no_mean,
+    no_mean,
+    problem_of_mean,
     uses_batch_statistics,
     warn_of_compared_samples,
     warn_of_pair,
@@ -45,7 +48,7 @@ from lockstep.engine.shard_notices import (
 from lockstep.engine.side_effects import LeftState, StateWatch
 from lockstep.engine.step_table import CurrentStep, StepPart
 from lockstep.engine.user_function import EXPLAINED_ERRORS, StepPlace, UserFunction
-from lockstep.errors import GroupError, LossError
+from lockstep.errors import LossError
 from lockstep.means import Mean
 from lockstep.processes.loaded_states import warn_of_missed_states
 from lockstep.processes.reproducibility import keep_generator_states, reseed_generators
@@ -173,15 +176,16 @@ class ShardRuns:
 
     def _judge_first(self, batch: ShardedBatch, part: Slice, loss: Tensor, *, can_repeat: bool, is_last: bool) -> None:
         """Look at what the first shard has shown, whose input is as it was if it can be run again (local)."""
-        # On the worker of shard 0 alone: a loss that calls collectives would wait for the others. What is certain is
-        # looked for on all, for a forward may do otherwise on some data, or some rank.
+        # On the worker of shard 0 alone: a loss that calls collectives would wait for the others, so calls are refused.
+        # What is certain is looked for on all, for a forward may do otherwise on some data, or some rank.
         can_repeat = can_repeat and part.shard == 0 and self.state.num_shards > 1
         other = next((each for each in batch.slices if each.shard != part.shard), part)
         # The gradients of the last shard wait in `.grad` still.
         compute = partial(self._compute_again, batch, has_gradients=self._watch.is_first and not is_last)
-        self._watch.judge(loss, partial(compute, part), partial(compute, other), can_repeat=can_repeat)
-        if self._may_be_no_mean and can_repeat:
-            self._check_mean(batch, part)
+        with OPEN_GROUPS.refused():
+            self._watch.judge(loss, partial(compute, part), partial(compute, other), can_repeat=can_repeat)
+            if self._may_be_no_mean and can_repeat:
+                self._check_mean(batch, part)
         self._may_be_no_mean = False
 
     def end_last(self, step: CurrentStep) -> None:
@@ -202,7 +206,6 @@ class ShardRuns:
         return buffers_of_users({"": model, **find_networks(networks_walk([self._loss.function]), model)})
 
     def _run_shard(self, batch: ShardedBatch, part: Slice, task: ShardTask, data: Any, *, looks: bool) -> Tensor:
-        num_calls = OPEN_GROUPS.num_calls() if looks else 0
         result = self.call_loss(batch, part, data)
         loss, weight, values = read_loss(result, part)
         if looks:
@@ -210,9 +213,7 @@ class ShardRuns:
             function, model = self._loss.function, self.state.model
             warn_of_missed_states(model)
             compares = warn_of_compared_samples(model, function, loss, part.num_samples, batch.num_shards)
-            # A loss with collectives would wait for the other workers.
-            has_called = OPEN_GROUPS.num_calls() != num_calls
-            self._may_be_no_mean = self.arguments.exact_mean and not compares and not has_called
+            self._may_be_no_mean = self.arguments.exact_mean and not compares
         self.values.add(part.shard, values)
         if isinstance(weight, Tensor) or weight > 0:
             self.losses.add(part.shard, loss, weight)
@@ -256,10 +257,12 @@ class ShardRuns:
         """
         model, purpose, num_samples = self.state.model, self._purpose, part.num_samples
         left, kept = LeftState(model, [self._loss.function]), self.state.kept_modules()
-        if any(changes_with_mode(each) or uses_batch_statistics(each) for each in kept.modules()):
+        if left.has_iterators or any(changes_with_mode(each) or uses_batch_statistics(each) for each in kept.modules()):
             return
+        dtypes = {self.state.precision or self.trained.trained[0].parameter.dtype}
+        dtypes |= {each.dtype for each in model.parameters()}
         is_other = has_total = False
-        found: list[list[SliceLoss]] = []
+        problem = ""
 
         def compute(data: Any, num_samples: int) -> SliceLoss:
             nonlocal is_other, has_total
@@ -272,35 +275,31 @@ class ShardRuns:
             is_other = is_other or list(map(id, now)) != list(map(id, buffers)) or _versions_of(now) != versions
             return split_loss(result, num_samples, "a part of a slice")
 
+        def compare(whole: SliceLoss, cuts: Sequence[Sequence[SampleData]], of_parts: str = "of its parts") -> str:
+            losses = [[compute(*each) for each in cut] for cut in cuts]
+            return problem_of_mean(whole, losses, dtypes, has_total=has_total, of_parts=of_parts)
+
         try:
             with (
                 self.buffers.of_step_begin(),
                 torch.no_grad(),
                 evaluation_mode(kept),
                 without_compiler(),
+                warnings.catch_warnings(action="ignore"),
             ):
                 whole = compute(part.data, num_samples)
                 self._purpose = f"{purpose}, once more"
                 is_other = not torch.equal(whole.loss, compute(part.data, num_samples).loss) or is_other
                 self._purpose = purpose
-                # The halves of some slices are alike by chance; a single sample is not all code made for.
-                for first in dict.fromkeys((num_samples // 2, 1)):
-                    halves = split_samples(part.data, num_samples, first)
-                    if halves is None:
-                        return
-                    found.append(list(map(compute, halves, (first, num_samples - first))))
-        except GroupError:
-            raise
+                problem = find_no_mean(SampleData(part.data, num_samples), batch, compute, compare)
         except Exception:  # noqa: BLE001, S110 - of the user's code, which need not have an evaluation mode
             pass
         finally:
             self._purpose = purpose
             is_other = is_other or any(left.changes())
             left.put_back()
-        dtypes = {self.state.precision or self.trained.trained[0].parameter.dtype}
-        dtypes |= {each.dtype for each in model.parameters()}
-        if found and not is_other:
-            check_is_mean(whole, found, dtypes, has_total=has_total)
+        if problem and not is_other:
+            raise no_mean(problem)
 
     def compute(self, batch: ShardedBatch, part: Slice) -> Tensor:
         """Run forward and backward of one slice by itself; return its loss, without a graph (local)."""

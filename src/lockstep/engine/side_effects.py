@@ -27,6 +27,7 @@ from lockstep.engine.networks import number_of_values
 from lockstep.errors import GroupError
 from lockstep.held_objects import CACHED_FUNCTION, CONTAINERS, Held, Walk, set_again
 from lockstep.processes.user_line import stacklevel_of_user
+from lockstep.torch_private.loaders import LoaderIterator, num_yielded
 from lockstep.torch_private.modules import version_of
 
 _PLAIN = (bool, int, float, complex, str, bytes)
@@ -82,6 +83,8 @@ class LeftState:
         self._walk = Walk(roots, only_users=True)  # others may not bear to be put back
         self._seen = self._look(copies=True)
         self._known = frozenset(self._walk.dictionaries)
+        self.has_iterators = any(map(_cannot_go_back, self._seen.values()))
+        """Whether another call would use up what an iterator yields, such as a DataLoader's: it cannot be put back."""
 
     def changes(self) -> tuple[list[str], list[str]]:
         """Return by name what is state beyond doubt, as numbers and texts are, and what may only be kept to look at."""
@@ -94,6 +97,7 @@ class LeftState:
             is_plain = before.is_plain and after.is_plain
             is_written = isinstance(after.held.value, Tensor) and after.held.value is before.held.value
             is_certain = before.held.depth == 1 and (is_plain or is_written)
+            is_certain = is_certain or (self.has_iterators and hasattr(type(before.held.value), "__next__"))
             (certain if is_certain else possible)[_name_of(before.held)] = None
         return list(certain), list(possible)
 
@@ -169,6 +173,7 @@ class StateWatch:
         assert before is not None
         assert changes is not None
         certain, possible = changes
+        can_repeat = can_repeat and not before.has_iterators
         matters = bool(possible) and can_repeat and self._is_other(before, loss, compute, compute_other)
         names = [*certain, *(possible if matters else ())]
         if new := [name for name in names if name not in self._told]:
@@ -214,6 +219,11 @@ def _warn(names: Sequence[str], *, matters: bool) -> None:
         "loss function that counts steps gets them as place: loss(model, batch, place). (LS518)",
         stacklevel=stacklevel_of_user(),
     )
+
+
+def _cannot_go_back(seen: _SeenValue) -> bool:
+    value = seen.held.value
+    return hasattr(type(value), "__next__") and not isinstance(value, (itertools.count, *_SEQUENCE_ITERATORS))
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
@@ -264,6 +274,8 @@ def _content_of(value: Any) -> object:
         return bytes(value)
     if kind is types.GeneratorType:
         return value.gi_frame is not None and value.gi_frame.f_lasti
+    if isinstance(value, LoaderIterator):
+        return num_yielded(value)
     if kind is itertools.count:
         return repr(value)
     if kind is CACHED_FUNCTION:

@@ -1,4 +1,4 @@
-"""States that were loaded into modules, and of which next to nothing has fitted: seen at `load_state_dict`, said at a forward.
+"""States that were loaded, and of which next to nothing has fitted: seen at `load_state_dict`, said at a forward.
 
     model.load_state_dict(torch.load("model.pt"), strict=False)    # "module.0.weight", and here it is "0.weight"
     model = DistributedDataParallel(model)
@@ -80,8 +80,8 @@ def warn_of_missed_states(model: nn.Module) -> None:
         found, loaded, expected, line, values = missed
         if values == _values_of(module):  # and nothing else was written since
             warnings.warn(
-                f"{found} of the checkpoint that was loaded at {line} fitted: its keys are such as {loaded!r}, and here "
-                f"they are such as {expected!r}. strict=False hides that, and the model kept the values that it "
+                f"{found} of the checkpoint that was loaded at {line} fitted: its keys are such as {loaded!r}, and "
+                f"here they are such as {expected!r}. strict=False hides that, and the model kept the values that it "
                 "had. ls.load_weights(path, model) finds the weights in a file, and takes prefixes off. A wrapper's "
                 "state has the prefix 'module.': save model.module.state_dict() and load it with "
                 "model.module.load_state_dict(...). (LS727)",

@@ -1,6 +1,7 @@
 """Notices of what sees one shard where a plain loop sees the batch; and none where there is nothing to say."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy, linear, mse_loss, normalize, pdist
 from torch.nn.utils.parametrizations import weight_norm
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.data import ShardedLoader
 from lockstep.engine import Trainer
@@ -234,6 +235,104 @@ def test_a_loss_of_another_kind_is_trained_where_that_is_said() -> None:
     take_steps(encoder(), root_of_error, num_shards=1)  # the shard is the batch
 
 
+Samples = Sequence[tuple[Tensor, int]]
+
+
+@dataclass
+class Labelled:
+    inputs: Tensor
+    target: int
+
+
+def together(samples: Samples) -> tuple[Tensor, Tensor]:
+    return torch.stack([each for each, _ in samples]), torch.tensor([target for _, target in samples])
+
+
+def of_each(net: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Any]) -> Tensor:
+    found = [
+        cross_entropy(net(one[None])[0], torch.as_tensor(target)) for one, target in zip(inputs, targets, strict=True)
+    ]
+    return torch.stack(found).mean()
+
+
+BATCHES: dict[str, tuple[Callable[[Samples], Any], Callable[[nn.Module, Any], Any]]] = {
+    "as many steps in time, which come first, as samples": (
+        lambda samples: torch.stack([together(samples)[0]] * len(samples)),
+        lambda net, batch: net(batch).square().mean((0, 2)).sqrt().mean(),
+    ),
+    "time first": (
+        lambda samples: (together(samples)[0].T, together(samples)[1]),
+        lambda net, batch: cross_entropy(net(batch[0].T), batch[1]),
+    ),
+    "a count": (
+        lambda samples: (*together(samples), len(samples)),
+        lambda net, batch: cross_entropy(net(batch[0]), batch[1], reduction="sum") / batch[2],
+    ),
+    "objects": (
+        lambda samples: [Labelled(*sample) for sample in samples],
+        lambda net, batch: of_each(net, [each.inputs for each in batch], [each.target for each in batch]),
+    ),
+    "arrays": (
+        lambda samples: [each.numpy() for each in together(samples)],
+        lambda net, batch: cross_entropy(net(torch.from_numpy(batch[0])), torch.from_numpy(batch[1])),
+    ),
+    "weights of two tasks": (
+        lambda samples: (*together(samples), torch.arange(1.0, 3)),
+        lambda net, batch: cross_entropy(net(batch[0]), batch[1]) * batch[2].prod() + net(batch[0]).mean(),
+    ),
+}
+
+
+def take_steps_of(collate: Any, loss: Any, rows: int) -> str:
+    data = [(torch.randn(WIDTH, generator=torch.Generator().manual_seed(each)), each % WIDTH) for each in range(BATCH)]
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+    trainer = Trainer(net, torch.optim.SGD(net.parameters(), lr=0.1), loss=loss, num_shards=2)
+    for batch in ShardedLoader(data, batch_size=2 * rows, num_shards=2, seed=1, collate_fn=collate).epoch(0):
+        trainer.step(batch)
+    return trainer.digest()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 6])
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_mean_over_samples_is_trained_whatever_a_batch_looks_like(name: str, rows: int) -> None:
+    collate, loss = BATCHES[name]
+    take_steps_of(collate, loss, rows)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 6])
+@pytest.mark.parametrize("name", ["time first", "objects", "arrays"])
+def test_a_loss_that_is_no_mean_is_found_by_loading_samples_again(name: str, rows: int) -> None:
+    collate, mean = BATCHES[name]
+    losses = (
+        lambda net, batch: mean(net, batch) * len(batch if name == "objects" else batch[1]),
+        lambda net, batch: mean(net, batch).square(),
+    )
+    for loss in losses:
+        with pytest.raises(LossError, match=r"four times.*\(LS533\)" if rows == 1 else "LS533"):
+            take_steps_of(collate, loss, rows)
+
+
+def test_a_collate_function_that_draws_is_not_taken_for_a_loss_that_is_no_mean() -> None:
+    def mix(samples: Samples) -> list[Any]:
+        return [[(one + samples[int(torch.randint(len(samples), ()))][0]) / 2, target] for one, target in samples]
+
+    take_steps_of(mix, lambda net, batch: of_each(net, *zip(*batch, strict=True)), 4)
+
+
+def test_no_batch_is_drawn_from_a_loader_that_the_loss_holds_but_for_training() -> None:
+    drawn: list[float] = []
+    others = iter(DataLoader(TensorDataset(torch.arange(100.0)), batch_size=1))
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        other = next(others)[0]
+        drawn.append(other.item())
+        return cross_entropy(net(batch[0]), batch[1]) + (net(batch[0]) * other).square().mean()
+
+    with pytest.warns(UserWarning, match="has changed loss: others"):
+        take_steps_of(together, loss, 6)
+    assert drawn == [*map(float, range(4))]
+
+
 class Named(NamedTuple):
     values: Tensor
     texts: list[str]
@@ -242,12 +341,11 @@ class Named(NamedTuple):
 
 def test_samples_are_split_wherever_they_are() -> None:
     rows = torch.arange(8).reshape(4, 2)
-    first, others = split_samples(Named(rows, ["a", "b", "c", "d"], {"one": rows[:, 0]}), 4, 1) or (None, None)
-    assert first is not None
-    assert others is not None
+    parts = split_samples(Named(rows, ["a", "b", "c", "d"], {"one": rows[:, 0]}), 4, 1)
+    first, others = (part.data for part in parts)
     assert (first.values.tolist(), first.texts, first.found["one"].tolist()) == ([[0, 1]], ["a"], [0])
     assert (len(others.values), others.texts, others.found["one"].tolist()) == (3, ["b", "c", "d"], [2, 4, 6])
-    assert split_samples((rows, torch.ones(3)), 4, 1) is None  # a part of which samples?
+    assert not split_samples((rows, torch.ones(3)), 4, 1)  # a part of which samples?
 
 
 class Merging(nn.Linear):

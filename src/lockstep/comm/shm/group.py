@@ -213,7 +213,7 @@ class ShmProcessGroup(PythonProcessGroup):
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
         """Send one tensor to rank `dst`; complete when it was received."""
-        OPEN_GROUPS.num_messages += 1
+        OPEN_GROUPS.count_message()
         (tensor,) = tensors = read_one(tensors)
         self._check_rank("send: the receiver", dst)
         if not is_plain(tensor):
@@ -225,7 +225,7 @@ class ShmProcessGroup(PythonProcessGroup):
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
         """Receive one tensor of rank `src`, of the dtype and number of elements that it sends."""
-        OPEN_GROUPS.num_messages += 1
+        OPEN_GROUPS.count_message()
         (tensor,) = tensors = read_one(tensors)
         self._check_rank("recv: the sender", src)
         if not is_plain(tensor):
@@ -234,7 +234,7 @@ class ShmProcessGroup(PythonProcessGroup):
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         """Receive one tensor of whichever rank sends one with this tag first."""
-        OPEN_GROUPS.num_messages += 1
+        OPEN_GROUPS.count_message()
         (tensor,) = read_one(tensors)
         check_dense("recv", tensor)
         return self._receive(tensor, [peer for peer in range(self.size()) if peer != self.rank()], tag)
