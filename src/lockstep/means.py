@@ -6,9 +6,11 @@ not ignored, and each part's mean needs that weight.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from torch.nn import functional
 from lockstep.comm import calls_for, current_world
 from lockstep.errors import LossError
 from lockstep.torch_private.groups import device_types
+
+_IN_SHARD: Final = ContextVar("whether a trainer's loss function runs", default=False)
 
 WEIGHTED_BY_TARGET: Mapping[Callable[..., Any], type[nn.Module]] = MappingProxyType(
     {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss: nn.NLLLoss}
@@ -73,30 +77,55 @@ def mean_over_ranks(total: Tensor, count: Tensor | float, group: ProcessGroup | 
 
     Raises:
         LossError: The count of all ranks is 0.
-        ValueError: The total is not a scalar, or the count is below zero.
+        ValueError: On any rank the total is no floating-point scalar, or the count is below zero or not finite.
     """
-    if total.numel() != 1:
-        raise ValueError(
-            f"The total has shape {list(total.shape)}, expected one number: the sum of this rank's losses. (LS507)"
+    if _IN_SHARD.get():
+        raise LossError(
+            "mean_over_ranks was called in the loss function of a Trainer, which computes the mean over all shards "
+            "itself. Return ls.Mean(total, count). (LS507)"
         )
-    world = current_world(group)
-    number = float(count)
+    world, problem = current_world(group), _problem_of_total(total)
+    try:
+        number = float(count.detach() if isinstance(count, Tensor) else count)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        number, problem = math.nan, problem or f"The count is no number ({error})"
+    if not (number >= 0 and math.isfinite(number)):
+        problem = problem or f"The count is {number:g}, which is below zero or not finite"
     # A rank alone must not raise before the call, for which the others wait.
-    counts = torch.tensor([number, not (number >= 0 and math.isfinite(number))], dtype=torch.float64)
+    counts = torch.tensor([number, bool(problem)], dtype=torch.float64, device="cpu")
     if world.group is not None:
-        is_on_hosts = any(device.type == "cpu" for device in device_types(world.group))
-        counts = counts if is_on_hosts else counts.to(total.device)
+        devices = device_types(world.group)
+        if not any(device.type == "cpu" for device in devices):
+            counts = counts.to(total.device if isinstance(total, Tensor) else devices[0])
         with calls_for("mean_over_ranks"):
             dist.all_reduce(counts, group=world.group)
     all_of_them, num_bad = map(float, counts)
     if num_bad:
-        raise ValueError(
-            f"The count of {num_bad:g} of {world.world_size} ranks is below zero or not finite; here it is {number:g}. "
-            "Expected is how many samples or tokens the total is of. (LS507)"
+        others = (
+            f"{num_bad:g} of {world.world_size} ranks have given mean_over_ranks no total or count; here they are good"
         )
+        raise ValueError(f"{problem or others}. The total is the sum of losses, the count of how many. (LS507)")
     if not all_of_them > 0:
         raise LossError(f"The count of all ranks is {all_of_them:g}, expected more than zero. (LS507)")
     return total * (world.world_size / all_of_them)
+
+
+def _problem_of_total(total: Any) -> str:
+    if not isinstance(total, Tensor):
+        return f"The total is a {type(total).__name__}, expected a tensor of one number"
+    if total.numel() != 1:
+        return f"The total has shape {list(total.shape)}, expected one number"
+    return "" if total.is_floating_point() else f"The total is of {total.dtype}, expected floating-point numbers"
+
+
+@contextmanager
+def in_shard() -> Iterator[None]:
+    """Let `mean_over_ranks` raise an error within: in a loss function that a trainer calls."""
+    token = _IN_SHARD.set(True)
+    try:
+        yield
+    finally:
+        _IN_SHARD.reset(token)
 
 
 def is_weighted_by_target(criterion: Any) -> bool:

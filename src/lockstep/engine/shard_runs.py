@@ -49,7 +49,7 @@ from lockstep.engine.side_effects import LeftState, StateWatch
 from lockstep.engine.step_table import CurrentStep, StepPart
 from lockstep.engine.user_function import EXPLAINED_ERRORS, StepPlace, UserFunction
 from lockstep.errors import LossError
-from lockstep.means import Mean
+from lockstep.means import Mean, in_shard
 from lockstep.processes.loaded_states import warn_of_missed_states
 from lockstep.processes.reproducibility import keep_generator_states, reseed_generators
 from lockstep.recording import NO_EVENT, EventKind, own_recorder
@@ -332,7 +332,7 @@ class ShardRuns:
                 shard=part.shard,
                 num_shards=batch.num_shards,
             )
-        with self.state.autocast():
+        with self.state.autocast(), in_shard():
             return self._loss(self.state.model, data, place, begin_again=begin_again)
 
 

@@ -15,7 +15,7 @@ from lockstep.data import ShardedLoader
 from lockstep.engine import Trainer
 from lockstep.engine.shard_notices import split_samples
 from lockstep.errors import LossError
-from lockstep.means import Mean
+from lockstep.means import Mean, mean_over_ranks
 
 ROWS, WIDTH, BATCH, NUM_SHARDS = 6, 6, 24, 4
 """As wide as a slice has samples: a shape alone proves nothing."""
@@ -375,6 +375,12 @@ def test_a_weight_with_a_gradient_is_refused() -> None:
 
     with pytest.raises(LossError, match=r"depends on parameters.*weight.detach\(\)"):
         take_steps(encoder(), loss)
+
+
+def test_a_mean_over_ranks_in_the_loss_of_a_trainer_is_refused() -> None:
+    """A worker computes several shards one after the other, and the mean of each would be over others' too."""
+    with pytest.raises(LossError, match=r"Return ls\.Mean\(total, count\)"):
+        take_steps(encoder(), lambda net, batch: mean_over_ranks(net(batch[0]).sum(), len(batch[0])))
 
 
 def test_a_pair_is_told_once_and_a_sum_in_it_refused() -> None:
