@@ -29,6 +29,7 @@ _MISTAKES: Final = {
         "Only some ranks call {} here: they wait for ever, or take the others' next call for it."
     ),
     "device-ids": "{}",
+    "gradients-divided": "The wrapper has averaged these gradients: divided by the number of ranks they are too small.",
     "gradients-summed": "The wrapper has averaged these gradients: their sum is too large by the number of ranks.",
     "loss-divided": "The wrapper averages over the ranks: a loss that is divided by their number is too small.",
     "map-location": "Tensors that were saved from a GPU are loaded onto the same GPU, by every rank.",

@@ -42,6 +42,10 @@ _DRAWING: Final = {
     ),
     "random": re.compile(r"^random\.(random|randint|randrange|uniform|gauss|normalvariate|betavariate|choice)$"),
 }
+_GENERATORS: Final = re.compile(r"numpy\.random\.(default_rng|RandomState)$|^random\.Random$|torch\.Generator$")
+_DRAWS_OF_ONE: Final = re.compile(
+    r"^(normal|standard_normal|uniform|random|rand|randn|integers|randint|gauss|normalvariate|beta|betavariate)$"
+)
 _PERMUTING: Final = {
     "torch": re.compile(r"torch\.randperm$|(^|\.)random_split$"),
     "numpy": re.compile(r"numpy\.random\.(permutation|shuffle)$|(^|\.)train_test_split$"),
@@ -251,6 +255,78 @@ def _check_seeds(source: ScriptSource) -> Iterator[ScriptFinding]:
             return
 
 
+def _check_own_generators(source: ScriptSource) -> Iterator[ScriptFinding]:
+    """Look for generators of the script's own that begin alike on all ranks, and draw for each sample."""
+    if uses_trainer(source) or not any(map(has_backward, [source.tree])):
+        return
+    for made in source.calls:
+        if not _GENERATORS.search(source.full_name(made.func)) or _OF_A_SAMPLE.search(_function_name(source, made)):
+            continue
+        names = _names_of_generator(source, made)
+        seeds = [each for each in _seeds_of(source, names, made) if each.args]
+        if not names or not seeds or any(_may_differ(source, each) for each in seeds):
+            continue
+        for call in source.calls:
+            is_torchs = (
+                last_name(generator) in names if (generator := keyword(call, "generator")) is not None else False
+            )
+            is_own = _DRAWS_OF_ONE.search(last_name(call.func)) and owner(call).rpartition(".")[2] in names
+            if (is_own or (is_torchs and _DRAWING["torch"].search(source.full_name(call.func)))) and _is_for_samples(
+                source, call
+            ):
+                seed = seeds[-1]
+                mended = f"{ast.unparse(seed.func)}({ast.unparse(seed.args[0])} + rank)"
+                yield finding("one-seed", seed, mended, naming=str(call.lineno))
+                return
+
+
+def _names_of_generator(source: ScriptSource, made: ast.Call) -> set[str]:
+    """Return the names of a generator, which may be made in one expression with its seed."""
+    return {
+        name
+        for name, values in source.assigned.items()
+        if any(made is each or (isinstance(each, ast.Call) and made in ast.walk(each.func)) for each in values)
+    }
+
+
+def _seeds_of(source: ScriptSource, names: set[str], made: ast.Call) -> list[ast.Call]:
+    """Return the calls that seed a generator: that which makes it, and those of its `manual_seed` or `seed`."""
+    seeding = [
+        call
+        for call in source.calls
+        if last_name(call.func) in {"manual_seed", "seed"}
+        and isinstance(call.func, ast.Attribute)
+        and (last_name(call.func.value) in names or made in ast.walk(call.func.value))
+    ]
+    of_names = [each for name in names for each in source.assigned[name] if isinstance(each, ast.Call)]
+    is_torchs = source.is_call_of(made, "Generator")
+    return [*(each for each in of_names if each not in seeding and not is_torchs), *seeding]
+
+
+def _may_differ(source: ScriptSource, seed: ast.Call) -> bool:
+    """Return whether a generator's seed may be another one on each rank, or for each sample."""
+    function = source.function_of(seed)
+    own = {each.arg for each in function.args.args} if isinstance(function, ast.FunctionDef) else set()
+    calls = any(isinstance(each, ast.Call) for part in seed.args for each in ast.walk(part))
+    is_given = any(names_in(part) & own for part in seed.args)
+    return (
+        calls
+        or is_given
+        or any(map(source.mentions_rank, seed.args))
+        or _OF_A_SAMPLE.search(_function_name(source, seed)) is not None
+    )
+
+
+def _is_for_samples(source: ScriptSource, call: ast.Call) -> bool:
+    """Return whether a call draws in what makes a sample, or many numbers in the loop that trains."""
+    if _is_cut(source, call, names_of(source, call)) or _is_for_parameters(source, call):
+        return False
+    loops = [each for each in source.ancestors(call) if isinstance(each, ast.For | ast.While)]
+    given = {each.arg for each in call.keywords}
+    draws_many = bool(given & {"size", "generator"}) or len(call.args) >= 3  # noqa: PLR2004 - of NumPy the size
+    return bool(_OF_A_SAMPLE.search(_function_name(source, call))) or (draws_many and any(map(has_backward, loops)))
+
+
 def _calls_of(source: ScriptSource, patterns: Mapping[str, re.Pattern[str]]) -> Iterator[tuple[str, ast.Call]]:
     """Yield the calls whose names match, each with the generator that it is of."""
     for family, pattern in patterns.items():
@@ -292,7 +368,7 @@ def _is_drawn_anew(source: ScriptSource, call: ast.Call) -> bool:
     given = list(map(ast.unparse, call.args))
     if keyword(call, "generator") is not None or (name.endswith((".rand", ".randn")) and {*given} <= _ONE_NUMBER):
         return False
-    if _is_cut(source, call, names_of(source, call)):
+    if _is_cut(source, call, names_of(source, call)) or _is_for_parameters(source, call):
         return False  # the samples of a step, of which each rank takes its part
     if _MASKING.search(name):
         return given[:1] not in (["0"], ["0.0"])
@@ -305,6 +381,14 @@ def _is_drawn_anew(source: ScriptSource, call: ast.Call) -> bool:
         each for one in (call, *callers) for each in source.ancestors(one) if isinstance(each, ast.For | ast.While)
     ]
     return any(map(has_backward, loops)) or (bool(loops) and bool(callers) and has_backward(function))
+
+
+def _is_for_parameters(source: ScriptSource, call: ast.Call) -> bool:
+    """Return whether a call draws for parameters or their gradients, which are to stay the same on all ranks."""
+    around = list(source.ancestors(call))
+    statement = next((each for each in around if isinstance(each, ast.stmt)), call)
+    loops = [each for each in around if isinstance(each, ast.For)]
+    return ".grad" in ast.unparse(statement) or any("parameters()" in ast.unparse(each.iter) for each in loops)
 
 
 # -- Parts of the data -------------------------------------------------------------------------------------------------
@@ -392,9 +476,9 @@ def _world_sizes(source: ScriptSource) -> str:
     )
 
 
-def _is_of_wrapped(source: ScriptSource, call: ast.Call, flows: str) -> bool:
-    """Return whether the gradients that flow into a call are those of a model that is wrapped."""
-    function, wrapped = source.function_of(call), wrapped_names(source)
+def _is_of_wrapped(source: ScriptSource, node: ast.AST, flows: str) -> bool:
+    """Return whether the gradients that flow into a node are those of a model that is wrapped."""
+    function, wrapped = source.function_of(node), wrapped_names(source)
     loops = [each.iter for each in ast.walk(function) if isinstance(each, ast.For | ast.comprehension)]
     text = " ".join([flows, *(ast.unparse(value) for each in loops for value in (each, *source.values_of(each)))])
     if isinstance(function, ast.FunctionDef):
@@ -422,6 +506,22 @@ def _check_divided_loss(source: ScriptSource) -> Iterator[ScriptFinding]:
             # In `total / (count / world_size)` the loss is multiplied.
             if any(divided.search(re.sub(r" / \([^()]* / .*?\)", "", each)) for each in texts):
                 yield finding("loss-divided", call, "loss.backward()  # of the mean over this rank's samples, as it is")
+
+
+def _check_divided_gradients(source: ScriptSource) -> Iterator[ScriptFinding]:
+    sizes, text = f"(?:{_world_sizes(source)})", ast.unparse(source.tree)
+    # Who reduces gradients without the wrapper, or multiplies by the number of ranks, divides by it rightly.
+    is_sum = rf"no_sync|register_comm_hook|FullyShardedDataParallel|fully_shard|\* \(?{sizes}|{sizes} \*"
+    reduced = [each for each in source.calls if is_collective(source, each) and each.args]
+    flows = [ast.unparse(part) for each in reduced for part in _flows_in(source, each.args[0])]
+    if re.search(is_sum, text) or any("grad" in each for each in flows):
+        return
+    by_size = rf"(?: ?(?:/=|= [\w.]+ /|\*= 1(?:\.0)? /) ?|\.(?:div_|mul_)\((?:1(?:\.0)? / )?)(?:float)?\(?{sizes}"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.Expr):
+            written = ast.unparse(node)
+            if re.search(rf"\.grad(?:\.data)?{by_size}", written) and _is_of_wrapped(source, node, written):
+                yield finding("gradients-divided", node, f"pass  # no {written}")
 
 
 def _check_inner_module(source: ScriptSource) -> Iterator[ScriptFinding]:
@@ -480,6 +580,6 @@ def _is_time(source: ScriptSource, value: ast.expr) -> bool:
 
 
 TRAINING_RULES: Final[tuple[Callable[[ScriptSource], Iterator[ScriptFinding]], ...]] = (
-    *(_check_set_epoch, _check_seeds, _check_own_split),
-    *(_check_sums, _check_divided_loss, _check_inner_module, _check_own_folder),
+    *(_check_set_epoch, _check_seeds, _check_own_generators, _check_own_split),
+    *(_check_sums, _check_divided_loss, _check_divided_gradients, _check_inner_module, _check_own_folder),
 )
