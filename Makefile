@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 CONFIG ?= examples/digits.yaml
 STAMP  := $(VENV)/.installed
+NATIVE := src/lockstep/comm/shm/native
 
 # Otherwise every process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -93,14 +94,16 @@ browser:
 	  || echo "no browser could be installed: the tests that need one are skipped"
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache
+	rm -rf $(VENV) build .mypy_cache .ruff_cache $(NATIVE)/*.so
 
-$(STAMP): pyproject.toml constraints.txt
+# pip compiles the library, and shows nothing of what the build says where it cannot: the last line does.
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(NATIVE)/shm.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Lockstep needs Python 3.11 or newer; name one with: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@echo "installing into $(VENV): once, about a minute"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(VENV)/bin/python hatch_build.py
 	@touch $@
 
 $(STAMP)-bench: $(STAMP)

@@ -2,6 +2,8 @@
 
 import gc
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,12 @@ _MARKS = {"unit": "unit", "gpu": "gpu", **dict.fromkeys(_OF_PROCESSES, "process"
 _PROCESS_SECONDS = 180
 """When a test of processes has hung, also on a slow and busy machine. What waits within one gives up before, and says
 for what it has waited."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile shm.c where the library is of another source, as after a change of it or of the branch."""
+    if not hasattr(config, "workerinput"):  # in the process that hands the tests out
+        subprocess.run([sys.executable, _FOLDERS.parent / "hatch_build.py"], check=False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
