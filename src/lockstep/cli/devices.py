@@ -19,6 +19,7 @@ from rich.text import Text
 from lockstep.cli.failures import FAILURE_EXIT
 from lockstep.cli.main import JSON, command, table_console
 from lockstep.comm import current_world, destroy_process_group, init_process_group
+from lockstep.comm.hosts import why_alone
 from lockstep.comm.link_check import LinkReport, check_links
 from lockstep.comm.nccl_defects import explain_defects
 from lockstep.comm.world import group_store
@@ -91,7 +92,7 @@ def _as_document(inventory: Inventory, answers: Iterable[tuple[str, Placement | 
             tried.append({"request": request, "devices": [], "reason": None, "hint": None, "refused": str(answer)})
         else:
             tried.append({"request": request, **asdict(answer), "refused": None})
-    return {**asdict(inventory), "requests": tried}
+    return {**asdict(inventory), "why_no_shared_memory": why_alone(), "requests": tried}
 
 
 def _in_words(moment: datetime) -> str:
@@ -108,6 +109,8 @@ def _show(inventory: Inventory, answers: Iterable[tuple[str, Placement | DeviceE
         f"CPU: {inventory.num_cores} cores, {describe_bytes(inventory.memory_available_bytes)} of "
         f"{describe_bytes(inventory.memory_total_bytes)} free"
     )
+    if reason := why_alone():
+        typer.echo(f"Workers use Gloo, because they cannot share memory: {reason}")
     for request, answer in answers:
         if isinstance(answer, DeviceError):
             typer.echo(f"{request} would be refused: {answer}")
@@ -219,7 +222,7 @@ def _check_worker(run: Run) -> list[BackendLinks]:
             warning = explain_defects((major, minor, patch), world_size=run.world_size, is_one_host=True)
         found.append(_check_links(name, run.device, warning))
     # If a call has not ended, the worker is not usable any more.
-    if _are_right(found):
+    if _are_right(found) and not why_alone():
         found.append(_check_links("shm", torch.device("cpu")))
     if _are_right(found):
         group = current_world().group

@@ -1,6 +1,5 @@
 """The backends that Lockstep adds to torch.distributed: "shm", and "checked" for groups of torch that compare calls."""
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from lockstep.comm.calls import describe_call
 from lockstep.comm.capabilities import ReportsExits, capabilities_of
 from lockstep.comm.gloo import GlooComparer, GlooSockets, connect_gloo, gloo_connected_in_time
 from lockstep.comm.group import CheckedProcessGroup, Comparer, GroupPeers, type_of_backend
-from lockstep.comm.hosts import GroupMembers, GroupSetUp, current_set_up, known_hosts, remember_hosts
+from lockstep.comm.hosts import GroupMembers, GroupSetUp, current_set_up, known_hosts, remember_hosts, say_not_shared
 from lockstep.comm.lost_ranks import report_uncaught_exceptions
 from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.comm.shm.group import ShmProcessGroup, make_shared_memory_comparer, make_shm_group
@@ -24,7 +23,6 @@ from lockstep.comm.shm.rendezvous import NotShared
 from lockstep.comm.shm.torch_beside import NO_ACCELERATORS, AcceleratorBackends
 from lockstep.comm.stored_values import Deadline
 from lockstep.errors import PeerLostError
-from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.torch_private.groups import (
     GroupRequest,
     intercept_group_making,
@@ -115,12 +113,10 @@ def _make_shm(options: Any, accelerators: Any = None) -> ShmProcessGroup | Check
     others = accelerators if isinstance(accelerators, AcceleratorBackends) else NO_ACCELERATORS
     found, hosts = make_shm_group(options.store, options.group_rank, options.timeout, members, set_up, others)
     if isinstance(found, NotShared):
-        if options.group_rank == 0:
-            warnings.warn(
-                f"The shm backend uses Gloo for this group, because {found.reason}. "
-                "Calls are compared all the same. (LS116)",
-                stacklevel=stacklevel_of_user(),
-            )
+        default = dist.GroupMember.WORLD
+        is_said = default is not None and "shm" in dist.get_backend_config(default)  # when that group was made
+        if options.group_rank == 0 and len(members.global_ranks) > 1 and not is_said:
+            say_not_shared(found.reason)
         known = GroupSetUp(hosts=hosts, deadline=set_up.deadline)
         names = {"cpu": "gloo", **others.names}
         group = check_group(options.store, options.group_rank, options.timeout, names, members, known)

@@ -5,6 +5,7 @@ for the default group, after the startup handshake; a group that torch makes by 
 """
 
 import errno
+import functools
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from typing import Final
 from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup, Store
 
 from lockstep.comm.bootstrap.channel_store import launch_store
+from lockstep.comm.shm import native
 from lockstep.comm.stored_values import Deadline, changed_value, read_texts
 from lockstep.errors import GroupError, PeerLostError
 from lockstep.processes.host import boot_id, open_process
@@ -128,7 +130,7 @@ def host_identity() -> str:
     LOCAL_WORLD_SIZE mean something else. A process that cannot share memory with anyone returns a text that starts with
     `"alone"` and has the reason.
     """
-    reason = _why_not()
+    reason = why_alone()
     if reason:
         return f"alone, {reason}"
     spaces = " ".join(str(Path(f"/proc/self/ns/{name}").readlink()) for name in _NAMESPACES)
@@ -140,7 +142,8 @@ def is_host_identity(text: str) -> bool:
     return text.startswith(("boot ", "alone, ")) and text.isprintable() and len(text) <= _MOST_CHARACTERS
 
 
-def _why_not() -> str:
+def why_alone() -> str:
+    """Return why this process can share memory with no other one, as a clause; empty if it can."""
     if sys.platform != "linux":
         return f"shared memory without names needs Linux, not {sys.platform}"
     try:
@@ -153,7 +156,13 @@ def _why_not() -> str:
         if error.errno == errno.EFBIG:
             return "ulimit -f limits the length of its files"
         return f"this kernel or container lacks a call: {error}"
-    return ""
+    return native.why_not()
+
+
+@functools.cache
+def say_not_shared(reason: str) -> None:
+    """Log why this process's groups use Gloo, once: the groups of later generations of workers do so too (local)."""
+    _LOGGER.warning("Gloo carries CPU tensors in place of shared memory, because %s. (LS116)", reason)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import lockstep as ls
 from lockstep.comm.bootstrap import process_group
 from lockstep.comm.bootstrap.process_group import backend_on_hosts, choose_backend
 from lockstep.comm.group import CheckedProcessGroup
-from lockstep.comm.hosts import GroupHosts
+from lockstep.comm.hosts import GroupHosts, say_not_shared
 from lockstep.comm.nccl_defects import DEFECTS, explain_defects
 from lockstep.comm.shm.group import ShmProcessGroup
 from lockstep.comm.shm.work import CallRunner
@@ -107,13 +107,25 @@ def test_the_backend_of_the_accelerator_is_chosen(kind: str, name: str, monkeypa
     assert choose_backend() == "shm"
 
 
-def test_gloo_replaces_shared_memory_beside_an_accelerator_on_several_hosts() -> None:
+@pytest.mark.parametrize(
+    ("hosts", "is_chosen", "reason"),
+    [
+        (TWO_HOSTS, True, ""),
+        (TWO_HOSTS, False, "ranks 0 and 1 are not on one host"),
+        (GroupHosts(identities=("boot 1", "alone, here"), host_names=("a", "a")), False, "rank 1 cannot share memory"),
+        (GroupHosts(identities=("alone, here",) * 2, host_names=("a", "a")), True, "rank 0 cannot share memory (here)"),
+    ],
+)
+def test_gloo_replaces_shared_memory_beside_an_accelerator_where_there_is_none(
+    hosts: GroupHosts, is_chosen: bool, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     both = "cpu:shm,cuda:nccl"
+    say_not_shared.cache_clear()
     assert backend_on_hosts(both, ONE_HOST, 0, is_chosen=True) == both
-    assert backend_on_hosts(both, TWO_HOSTS, 0, is_chosen=True) == "cpu:gloo,cuda:nccl"
-    assert backend_on_hosts("shm", TWO_HOSTS, 0, is_chosen=True) == "shm"  # the shm backend does so itself
-    with pytest.warns(UserWarning, match="uses Gloo instead of shm, because ranks 0 and 1 are not on one host"):
-        backend_on_hosts(both, TWO_HOSTS, 0, is_chosen=False)
+    assert backend_on_hosts("shm", hosts, 0, is_chosen=True) == "shm"  # the shm backend does so itself
+    for rank in (1, 0, 0):
+        assert backend_on_hosts(both, hosts, rank, is_chosen=is_chosen) == "cpu:gloo,cuda:nccl"
+    assert [reason in line for line in caplog.messages] == [True] * bool(reason)  # once, and on rank 0 alone
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,16 @@ from lockstep.comm.bootstrap.store import (
     open_store,
 )
 from lockstep.comm.gloo import gloo_connected_in_time
-from lockstep.comm.hosts import GroupHosts, GroupMembers, GroupSetUp, find_hosts, remember_hosts, setting_up
+from lockstep.comm.hosts import (
+    GroupHosts,
+    GroupMembers,
+    GroupSetUp,
+    find_hosts,
+    remember_hosts,
+    say_not_shared,
+    setting_up,
+    why_alone,
+)
 from lockstep.comm.nccl_defects import explain_defects
 from lockstep.comm.stored_values import Deadline
 from lockstep.comm.world import World, current_world
@@ -139,11 +148,16 @@ def init_process_group(  # the parameters are torch's, in torch's order
     if timeout is not None and timeout <= datetime.timedelta(0):
         raise ValueError(f"timeout is {timeout}, expected more than zero, such as timedelta(minutes=5). (LS103)")
     is_ours = backend is None
+    is_asked = not is_ours and not isinstance(backend, ChosenBackend)
     backend = choose_backend(device_id) if backend is None else backend
     is_env = store is None and (init_method or "env://").startswith("env://")
     environment = read_settings()
     variables = (find_world if is_env else read_torch_variables)(environment.launchers())
-    problem = explain_missing_backend(backend) or explain_unusable(backend, variables, device_id)
+    problem = (
+        explain_missing_backend(backend)
+        or (explain_unshared(backend) if is_asked else "")
+        or explain_unusable(backend, variables, device_id)
+    )
     check = environment.check() if check is None else check
     with _raising_first(problem):
         rank, world_size = find_rank_and_size(variables, init_method, rank, world_size, has_store=store is not None)
@@ -395,7 +409,14 @@ def _network_explained(rank: int) -> Iterator[None]:
 # -- Which backends it has: for the worker's device and the hosts of all -----------------------------------------------
 
 
-def choose_backend(device_id: torch.device | int | None = None) -> str:
+@final
+class ChosenBackend(str):
+    """Backends that no caller has asked for: where ranks cannot share memory, Gloo carries CPU tensors instead."""
+
+    __slots__ = ()
+
+
+def choose_backend(device_id: torch.device | int | None = None) -> ChosenBackend:
     """Return the backends for this worker: shared memory, and where there is an accelerator its own beside it (local).
 
     LOCKSTEP_CPU_BACKEND=gloo replaces shared memory by Gloo. Without `device_id`, the accelerator of this host counts.
@@ -408,19 +429,16 @@ def choose_backend(device_id: torch.device | int | None = None) -> str:
     name = dist.Backend.default_device_backend_map.get(kind, "gloo")
     has_own = name != "gloo" and dist.is_backend_available(name)
     for_cpu = read_settings().cpu_backend()
-    return f"cpu:{for_cpu},{kind}:{name}" if kind != "cpu" and has_own else for_cpu
+    return ChosenBackend(f"cpu:{for_cpu},{kind}:{name}" if kind != "cpu" and has_own else for_cpu)
 
 
 def backend_on_hosts(backend: str, hosts: GroupHosts, rank: int, *, is_chosen: bool) -> str:
     """Return the backends for ranks on these hosts: Gloo replaces shared memory beside an accelerator's backend."""
-    if hosts.is_one_host or "," not in backend or "shm" not in backend_names(backend):
+    reason = hosts.why_not_shared(range(len(hosts.identities)))
+    if not reason or "," not in backend or "shm" not in backend_names(backend):
         return backend
-    if rank == 0 and not is_chosen:
-        warnings.warn(
-            "The group uses Gloo instead of shm, because "
-            f"{hosts.why_not_shared(range(len(hosts.identities)))}. (LS116)",
-            stacklevel=stacklevel_of_user(),
-        )
+    if rank == 0 and (hosts.is_one_host or not is_chosen):  # over several hosts it is what to expect
+        say_not_shared(reason)
     return backend.lower().replace(":shm", ":gloo")
 
 
@@ -454,6 +472,15 @@ def explain_missing_backend(backend: str) -> str:
                 "Give 'cpu:shm,cuda:nccl'. (LS108)"
             )
     return ""
+
+
+def explain_unshared(backend: str) -> str:
+    """Return why this worker cannot take part in the shared memory that its caller asks for; empty if it can."""
+    reason = why_alone() if "shm" in backend_names(backend) else ""
+    return reason and (
+        f"The backend shm cannot be used on host {socket.gethostname()!r}: {reason}. "
+        "Without a backend, or with 'gloo', workers use Gloo. (LS108)"
+    )
 
 
 def explain_unusable(backend: str, variables: WorldVariables, device_id: torch.device | int | None) -> str:
