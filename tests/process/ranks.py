@@ -8,6 +8,7 @@ up with an error after `PATIENCE` seconds.
 runs one function after another on the same ranks, and starts new ones after a failure.
 """
 
+import ctypes
 import faulthandler
 import gc
 import os
@@ -31,7 +32,9 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.comm.bootstrap.process_group import choose_backend
-from lockstep.comm.shm import semaphores
+from lockstep.comm.shm import native
+from lockstep.comm.shm.phases import DONE, Exchange
+from lockstep.comm.shm.programs import CALL, COPY, END, PHASE, REDUCE
 
 PATIENCE = 100.0
 """Seconds after which a silent rank is an error of the test."""
@@ -327,31 +330,70 @@ def names_in(folder: str) -> list[str]:
 
 @final
 class Posts:
-    """The semaphores that this process posts: how a rank tells others anything. Counts them; stops at one if told."""
+    """What this process tells other ranks: that it has come to the end of a phase, or has filled or emptied a slot.
+
+    Counts it; stops at one if told.
+    """
 
     def __init__(self) -> None:
         self._count = 0
         self._last: tuple[int, Callable[[], None]] | None = None
-        self._post = semaphores.post
-        semaphores.post = self._count_and_post
+        library: Any = native.load()
+        self._raise, library.lockstep_raise = library.lockstep_raise, self._count_and_raise
+        self._run, library.lockstep_run = library.lockstep_run, self._run_by_phases
 
     def count_of(self, call: Callable[[], Any]) -> int:
-        """Make a call and return how often it posts."""
+        """Make a call and return how often it tells the others something."""
         self._count = 0
         call()
         return self._count
 
     def stop_before(self, number: int, tell: Callable[[], None]) -> None:
-        """From now on: before post `number` of those to come, call `tell` and stand still for ever."""
+        """From now on: before number `number` of those to come, call `tell` and stand still for ever."""
         self._count = 0
         self._last = (number, tell)
 
-    def _count_and_post(self, address: int) -> None:
+    def _count_and_raise(self, address: int) -> None:
+        self._count_one()
+        self._raise(address)
+
+    def _run_by_phases(self, state: int, program: int, *rest: Any) -> int:
+        """Run a program up to each end of a phase, and that by itself."""
+        exchange = Exchange.from_address(state)
+        while (at := _next_phase(program, exchange.at)) is not None:
+            if not exchange.has_arrived:
+                code = self._run_until(at, state, program, *rest)
+                if code != DONE:
+                    return code
+                self._count_one()
+            code = self._run_until(at + 1, state, program, *rest)
+            if code != DONE:
+                return code
+        return int(self._run(state, program, *rest))
+
+    def _run_until(self, at: int, state: int, program: int, *rest: Any) -> int:
+        word = ctypes.c_int64.from_address(program + 8 * at)
+        kept, word.value = word.value, END
+        try:
+            return int(self._run(state, program, *rest))
+        finally:
+            word.value = kept
+
+    def _count_one(self) -> None:
         self._count += 1
         if self._last is not None and self._count == self._last[0]:
             self._last[1]()
             threading.Event().wait()
-        self._post(address)
+
+
+def _next_phase(program: int, at: int) -> int | None:
+    """Return which word of a program, from `at` on, ends a phase."""
+    while (word := ctypes.c_int64.from_address(program + 8 * at).value) not in {CALL, PHASE}:
+        if word == END:
+            return None
+        length = ctypes.c_int64.from_address(program + 8 * (at + 1)).value
+        at += {COPY: 4, REDUCE: length}.get(word, 1)
+    return at
 
 
 def mixed_calls(rank: Rank, group: Any, step: int) -> None:

@@ -160,7 +160,7 @@ def test_scenario(checked: RankPool, scenario: Scenario) -> None:
 
 def said_of_hosts(run: ls.Run) -> list[str]:
     said: list[str] = []
-    logging.getLogger("lockstep").addFilter(lambda record: said.append(record.getMessage()) is None)
+    logging.getLogger("lockstep").addFilter(lambda record: not said.append(record.getMessage()))  # type: ignore[func-returns-value]
     join("apart", run)
     dist.all_reduce(torch.ones(1), group=dist.new_group())
     return [text for text in said if "shared memory" in text]

@@ -19,12 +19,12 @@ from tests.process.ranks import CPU, Posts, Rank, Ranks, mixed_calls
 from torch.utils.data import DataLoader
 
 from lockstep.comm import report_failure
-from lockstep.comm.shm import semaphores
+from lockstep.comm.shm import native
 from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError
 
 QueuedWork = Callable[[], Any]
 MANY = (5 << 20) // 4
-"""float32 elements of 5 MB: more than an outbox, so several rounds; and several chunks of a message."""
+"""float32 elements of 5 MB: more than a send buffer, so several rounds; and several chunks of a message."""
 NOTICED_WITHIN = 60.0
 """Seconds after which every survivor has an error: some milliseconds, and the rest for a machine that is busy. Without
 notice it would wait for the group's timeout, which is five."""
@@ -386,7 +386,9 @@ def cut_a_message(rank: Rank) -> None:
     if rank.number == 0:
         lose(lambda: dist.send(torch.ones(MANY), 1), attempts=2)
         return
-    post, count = semaphores.post, 0
+    library: Any = native.load()
+    count = 0
+    post = library.lockstep_raise
 
     def interrupt(address: int) -> None:
         nonlocal count
@@ -395,7 +397,7 @@ def cut_a_message(rank: Rank) -> None:
             raise KeyboardInterrupt
         post(address)
 
-    semaphores.post = interrupt
+    library.lockstep_raise = interrupt
     tensor = torch.zeros(MANY)
     with pytest.raises(KeyboardInterrupt):
         dist.recv(tensor, 0)

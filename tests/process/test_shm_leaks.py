@@ -163,7 +163,7 @@ def test_tensors_of_a_group_give_their_memory_back_and_outlive_it(tmp_path: Path
 
 
 def test_a_heap_that_is_full_is_an_error_and_lengths_that_recur_do_not_fill_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_layout, "_HEAP_SPAN", 4 * MEGABYTE)
+    monkeypatch.setattr(file_layout, "HEAP_SPAN", 4 * MEGABYTE)
     plan = file_layout.FileLayout(1)
     memory = Memory(create_file(plan), plan, 0)
     try:

@@ -62,11 +62,11 @@ OTHERS_CODE = {
     "The operating system's, which says it better": (
         "checkpoint/atomic_write.py: atomic_write",
         "comm/shm/memory.py: _map_pages",
-        "comm/shm/semaphores.py: create, wait",
         "processes/ending.py: die_with_parent",
     ),
     "No mistake: how the training is set up": ("parallel/arguments.py: warn_of_ignored",),
     "Cannot be caused by a user": (
+        "comm/shm/native/__init__.py: load",
         "reduce/plan.py: plan_buckets",
         "shards/assignment.py: split_evenly",
         "torch_private/groups.py: make_backend",

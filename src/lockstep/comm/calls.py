@@ -52,6 +52,11 @@ class _Described:
         _PURPOSE.reset(self._before)
 
 
+def purpose_of_calls() -> str:
+    """Return what the calls of this thread are for: a part of their descriptions."""
+    return _PURPOSE.get()
+
+
 def describe_call(operation: str, tensors: tuple[tuple[torch.dtype, torch.Size], ...], detail: str = "") -> bytes:
     """Describe a call in one line, by what must agree between ranks (`detail`: the reduce operation, the root)."""
     return _describe(operation, tensors, detail, _PURPOSE.get())

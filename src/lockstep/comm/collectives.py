@@ -139,9 +139,11 @@ class MakesCollectives(Protocol):
 
 
 def add_collectives(group: _Group) -> _Group:
-    """Give a class the methods that torch calls by name, as a decorator; each calls `make_call`."""
+    """Give a class the methods that torch calls by name, and that it lacks, as a decorator; each calls `make_call`."""
     for collective in COLLECTIVES:
         for name in collective.methods:
+            if name in vars(group):
+                continue
             method = _method_for(collective)
             method.__name__ = name
             method.__qualname__ = f"{group.__name__}.{name}"
@@ -193,17 +195,18 @@ _IN_PLACE = ("tensors", "opts")
 _LISTS = ("output_tensors", "input_tensors", "opts")
 _PAIR = ("output", "input", "opts")
 
+ALL_REDUCE: Final = Collective(
+    name="all_reduce",
+    summary="Replace one dense or sparse tensor by its reduction over all ranks, in the order of the tree.",
+    methods=("allreduce",),
+    parameters=_IN_PLACE,
+    tensors=_in_place,
+    reduces=True,
+    check=collectives.check_one,
+    run=collectives.run_all_reduce,
+)
 COLLECTIVES: Final = (
-    Collective(
-        name="all_reduce",
-        summary="Replace one dense or sparse tensor by its reduction over all ranks, in the order of the tree.",
-        methods=("allreduce",),
-        parameters=_IN_PLACE,
-        tensors=_in_place,
-        reduces=True,
-        check=collectives.check_one,
-        run=collectives.run_all_reduce,
-    ),
+    ALL_REDUCE,
     Collective(
         name="all_reduce_coalesced",
         summary="Do `allreduce` for each tensor, as one call.",

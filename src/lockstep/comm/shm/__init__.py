@@ -1,8 +1,8 @@
 """The backend "shm": process groups over shared memory, for the CPU tensors of one host.
 
 In a *phase* all ranks of a group exchange data through their *send buffers*. A *channel* carries messages from one rank
-to another. A *heap* holds the tensors that the group allocates. Semaphores alone order what processes write and read.
-[Note: memory order]
+to another. A *heap* holds the tensors that the group allocates. Counters in `native/shm.c` alone order what
+processes write and read. [Note: memory order]
 
 Invariants:
 

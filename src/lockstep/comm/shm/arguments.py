@@ -36,16 +36,23 @@ def flatten(tensor: Tensor) -> Tensor:
     return flat if flat.numel() > 1 else flat.as_strided((flat.numel(),), (1,))
 
 
+def as_stored(tensor: Tensor) -> Tensor:
+    """Return a tensor with its elements in order in its memory: this one where they lie so, else a copy in a row."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return flatten(tensor)
+
+
 def premultiply(tensor: Tensor, how: Reduction) -> Tensor:
-    """Return the elements in one row, times the factor of the reduction if it has one: then in new memory."""
+    """Return the elements in order, times the factor of the reduction if it has one: then in new memory."""
     if how.factor is None:
-        return flatten(tensor)
+        return as_stored(tensor)
     return (flatten(tensor) * how.factor).detach().to(tensor.dtype)  # the factor may have a wider one
 
 
 def write_back(tensor: Tensor, flat: Tensor) -> None:
     """Put the elements back where they do not lie in the tensor's own memory."""
-    if flat.data_ptr() != tensor.data_ptr():
+    if flat is not tensor and flat.data_ptr() != tensor.data_ptr():
         copy_into(tensor.data, flat.view(tensor.shape))
 
 

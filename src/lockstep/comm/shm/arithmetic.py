@@ -1,4 +1,6 @@
-"""Adding (or multiplying, or comparing) what the ranks hold, block by block, in the order of the tree.
+"""How what the ranks hold is added (or multiplied, or compared), in the order of the tree; and doing it with torch.
+
+`native/shm.c` adds the common dtypes, with the same bits as torch; all else is reduced here, block by block.
 
 [Note: one order] Every reduction of this backend combines the ranks as `shards/tree.py` defines, element by element.
 So the bits do not depend on which rank owns a segment, on the length of the message or on where a chunk begins, and an
@@ -14,8 +16,25 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from lockstep.comm.shm import native
 from lockstep.shards.tree import Node, add_in_tree_order
 
+BY_TORCH: Final = -1
+"""The kind of a reduction that `native/shm.c` does not do."""
+# Its kinds; it wraps integers around, with or without a sign, and adds complex numbers as pairs.
+_SUMS: Final[Mapping[torch.dtype, tuple[int, int]]] = {
+    torch.float32: (0, 1),
+    torch.float64: (1, 1),
+    torch.complex64: (0, 2),
+    torch.complex128: (1, 2),
+    torch.bfloat16: (2, 1),
+    torch.float16: (3, 1),
+    torch.int8: (4, 1),
+    torch.uint8: (4, 1),
+    torch.int16: (5, 1),
+    torch.int32: (6, 1),
+    torch.int64: (7, 1),
+}
 Combine = Callable[..., Tensor]
 """Takes two tensors and `out`."""
 
@@ -51,6 +70,10 @@ class Reduction:
     """Whether the result is divided by the number of ranks."""
     factor: float | Tensor | None
     """What each rank's values are multiplied by first, or None."""
+    kind: int
+    """How `native/shm.c` adds numbers, or `BY_TORCH`."""
+    width: int
+    """How many of those numbers an element has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +120,13 @@ def reduce_into(
         return
     block = max(_BLOCK_BYTES // out.element_size(), 1)
     if out.numel() <= block:  # cutting tensors takes longer than adding short ones
-        scratch = [torch.empty_like(out) for _ in range(_num_scratch(steps, len(parts)))]
+        scratch = [torch.empty_like(out) for _ in range(count_scratch(steps, len(parts)))]
         _reduce_block(parts, out, scratch, steps, how)
         for copy in copies:
             copy.copy_(out)
         return
     columns = [tensor.split(block) for tensor in (*parts, out, *copies)]
-    scratch = [torch.empty_like(columns[0][0]) for _ in range(_num_scratch(steps, len(parts)))]
+    scratch = [torch.empty_like(columns[0][0]) for _ in range(count_scratch(steps, len(parts)))]
     for row in zip(*columns, strict=True):
         _reduce_block(row[: len(parts)], row[len(parts)], scratch, steps, how)
         for copy in row[len(parts) + 1 :]:
@@ -158,7 +181,7 @@ def schedule_nodes(nodes: tuple[Node, ...], num_shards: int) -> tuple[Step, ...]
     return tuple(steps)
 
 
-def _num_scratch(steps: Sequence[Step], num_parts: int) -> int:
+def count_scratch(steps: Sequence[Step], num_parts: int) -> int:
     return max((step.target + 1 - num_parts for step in steps), default=0) if steps else 0
 
 
@@ -183,4 +206,7 @@ def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
             f"ReduceOp.{name.upper()} does not work on {dtype} tensors on the CPU ({error}). "
             "Cast the tensor first. (LS208)"
         ) from error
-    return Reduction(name=name, combine=combine, is_average=kind == ReduceOp.AVG, factor=None)
+    number, width = _SUMS.get(dtype, (BY_TORCH, 1)) if name in {"sum", "premul_sum"} else (BY_TORCH, 1)
+    if number != BY_TORCH and not native.load().lockstep_adds(number):
+        number, width = BY_TORCH, 1
+    return Reduction(name=name, combine=combine, is_average=kind == ReduceOp.AVG, factor=None, kind=number, width=width)

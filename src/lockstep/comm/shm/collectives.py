@@ -1,202 +1,23 @@
-"""The collectives, as phases of an exchange; and how the table's calls are checked and made with them.
+"""The collectives of the table: how the arguments of each are checked, and how it is made with programs of phases.
 
-The functions above "Checks" are collective over the group of the exchange. They take flat, contiguous CPU tensors and
-the description of the call, and raise what the exchange raises. What is only moved travels as bytes, so every dtype
-does.
-
-Those below are for the table, a pair for each of its lines, and take a call as `Collective.read` returns it. Those that
-check run in the caller's thread, before anything is exchanged, and raise ValueError for arguments that do not fit the
-group. Those that run, which are collective too, flatten the tensors and move them with the functions above.
+What checks runs in the caller's thread, before anything is exchanged, and raises ValueError for arguments that do not
+fit the group. What runs is collective over the group of the exchange, and raises what the exchange raises. It takes
+tensors as one row each; what is only moved travels as bytes, so every dtype does.
 """
 
-import struct
+from array import array
 from collections.abc import Sequence
-from typing import Final
 
-import torch
 from torch import Tensor
 
 from lockstep.comm.collective_call import CollectiveCall
-from lockstep.comm.shm import phases
-from lockstep.comm.shm.arguments import check_alike, flatten, premultiply, write_back
-from lockstep.comm.shm.arithmetic import Reduction, reduce_into, schedule
-from lockstep.comm.shm.phases import NOWHERE, PhaseExchange, room_per_rank, share
+from lockstep.comm.shm import programs
+from lockstep.comm.shm.arguments import as_stored, check_alike, flatten, premultiply, write_back
+from lockstep.comm.shm.arithmetic import Reduction, schedule_nodes
+from lockstep.comm.shm.phases import NOWHERE, PhaseExchange
+from lockstep.comm.shm.programs import HeldParts
 from lockstep.errors import CollectiveMismatchError
-
-_SHORT_BYTES: Final = 2 << 20
-"""Up to here, over all ranks, every rank reduces the whole message by itself: one phase fewer, more arithmetic."""
-
-
-def all_reduce(exchange: PhaseExchange, tensor: Tensor, how: Reduction, call: bytes) -> None:
-    reduction = phases.one_per_rank(exchange, tensor, how)
-    if tensor.nbytes * exchange.size <= _SHORT_BYTES:
-        phases.run_short(exchange, reduction, call)
-        return
-    location = exchange.memory.locate(tensor)
-    if location == NOWHERE:
-        phases.write_chunk(exchange, reduction, 0)
-    locations = exchange.compare_calls(call, location)
-    if NOWHERE not in locations:
-        _all_reduce_in_place(exchange, tensor, how, locations)
-        return
-    if any(place != NOWHERE for place in locations):
-        # Some ranks, being in the group's memory, have not written their first chunk.
-        phases.write_chunk(exchange, reduction, 0)
-        exchange.end_phase()
-    phases.run_after_first_phase(exchange, reduction)
-
-
-def ordered_all_reduce(exchange: PhaseExchange, reduction: phases.PartialReduction, call: bytes) -> None:
-    """Reduce what the ranks hold, several partials each, into the result of the reduction on every rank."""
-    if reduction.num_slots * reduction.out.nbytes * exchange.size <= _SHORT_BYTES:
-        phases.run_short(exchange, reduction, call)
-        return
-    phases.write_chunk(exchange, reduction, 0)
-    exchange.compare_calls(call)
-    phases.run_after_first_phase(exchange, reduction)
-
-
-def reduce(exchange: PhaseExchange, tensor: Tensor, how: Reduction, root: int, call: bytes) -> None:
-    """Replace `tensor` on the root by the reduction over all ranks; it stays as it is on the others."""
-    length = exchange.send_buffer_bytes // tensor.element_size()
-    for number, piece in enumerate(tensor.split(length) if tensor.numel() else [tensor]):
-        if exchange.rank != root:
-            exchange.send_buffer(tensor.dtype)[: piece.numel()].copy_(piece)
-        _end_phase(exchange, call, number)
-        if exchange.rank == root:
-            parts = [
-                piece if rank == root else exchange.received(rank, tensor.dtype)[: piece.numel()]
-                for rank in range(exchange.size)
-            ]
-            reduce_into(piece, parts, how, schedule(exchange.size))
-
-
-def reduce_scatter(
-    exchange: PhaseExchange, output: Tensor, inputs: Sequence[Tensor], how: Reduction, call: bytes
-) -> None:
-    """Reduce `inputs[r]` of all ranks into `output` of rank r; all of one length."""
-    stride = room_per_rank(exchange, output.element_size())
-    for number, start in enumerate(range(0, max(output.numel(), 1), stride)):
-        stop = min(start + stride, output.numel())
-        mine = exchange.send_buffer(output.dtype)
-        for rank, piece in enumerate(inputs):
-            if rank != exchange.rank:
-                mine[rank * stride : rank * stride + stop - start].copy_(piece[start:stop])
-        _end_phase(exchange, call, number)
-        own = slice(exchange.rank * stride, exchange.rank * stride + stop - start)
-        parts = [
-            inputs[rank][start:stop] if rank == exchange.rank else exchange.received(rank, output.dtype)[own]
-            for rank in range(exchange.size)
-        ]
-        reduce_into(output[start:stop], parts, how, schedule(exchange.size))
-
-
-def broadcast(exchange: PhaseExchange, tensor: Tensor, root: int, call: bytes) -> None:
-    data = as_bytes(tensor)
-    for number, piece in enumerate(data.split(exchange.send_buffer_bytes) if data.numel() else [data]):
-        if exchange.rank == root:
-            exchange.send_buffer(torch.uint8)[: piece.numel()].copy_(piece)
-        _end_phase(exchange, call, number)
-        if exchange.rank != root:
-            piece.copy_(exchange.received(root, torch.uint8)[: piece.numel()])
-
-
-def gather(exchange: PhaseExchange, outputs: Sequence[Tensor] | None, tensor: Tensor, call: bytes) -> None:
-    """Collect `tensor` of rank r in `outputs[r]` wherever outputs are given; all of one length."""
-    data = as_bytes(tensor)
-    targets = None if outputs is None else [as_bytes(output) for output in outputs]
-    for number, start in enumerate(range(0, max(data.numel(), 1), exchange.send_buffer_bytes)):
-        piece = data[start : start + exchange.send_buffer_bytes]
-        exchange.send_buffer(torch.uint8)[: piece.numel()].copy_(piece)
-        _end_phase(exchange, call, number)
-        for rank, target in enumerate(targets or ()):
-            place = target[start : start + exchange.send_buffer_bytes]
-            place.copy_(piece if rank == exchange.rank else exchange.received(rank, torch.uint8)[: piece.numel()])
-
-
-def scatter(exchange: PhaseExchange, output: Tensor, inputs: Sequence[Tensor] | None, root: int, call: bytes) -> None:
-    """Put `inputs[r]` of the root into `output` of rank r; all of one length."""
-    data = as_bytes(output)
-    sources = None if inputs is None else [as_bytes(piece) for piece in inputs]
-    stride = room_per_rank(exchange, 1)
-    for number, start in enumerate(range(0, max(data.numel(), 1), stride)):
-        place = data[start : start + stride]
-        if sources is not None:
-            mine = exchange.send_buffer(torch.uint8)
-            for rank, source in enumerate(sources):
-                mine[rank * stride : rank * stride + place.numel()].copy_(source[start : start + stride])
-        _end_phase(exchange, call, number)
-        own = exchange.rank * stride
-        place.copy_(exchange.received(root, torch.uint8)[own : own + place.numel()])
-
-
-def all_to_all(exchange: PhaseExchange, outputs: Sequence[Tensor], inputs: Sequence[Tensor], call: bytes) -> None:
-    """Put `inputs[q]` of rank r into `outputs[r]` of rank q; lengths may differ from pair to pair."""
-    sources, targets = [as_bytes(piece) for piece in inputs], [as_bytes(piece) for piece in outputs]
-    lengths = _agree_on_lengths(exchange, sources, targets, call)
-    stride = room_per_rank(exchange, 1)
-    for start in range(0, max(max(row) for row in lengths), stride):
-        mine = exchange.send_buffer(torch.uint8)
-        for rank, source in enumerate(sources):
-            piece = source[start : start + stride]
-            if rank != exchange.rank and piece.numel():
-                mine[rank * stride : rank * stride + piece.numel()].copy_(piece)
-        exchange.end_phase()
-        own = exchange.rank * stride
-        for rank, target in enumerate(targets):
-            place = target[start : start + stride]
-            if rank == exchange.rank:
-                place.copy_(sources[rank][start : start + stride])
-            elif place.numel():
-                place.copy_(exchange.received(rank, torch.uint8)[own : own + place.numel()])
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """View a flat contiguous tensor as bytes."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj()).reshape(-1)
-    return tensor.view(torch.uint8)
-
-
-def _all_reduce_in_place(exchange: PhaseExchange, tensor: Tensor, how: Reduction, locations: Sequence[int]) -> None:
-    """Reduce tensors that every rank can see where they are: each rank reduces its segment and writes it to all."""
-    bounds = share(tensor.numel(), exchange.size, exchange.rank, tensor.element_size())
-    everyone = [
-        tensor if rank == exchange.rank else exchange.memory.peer_tensor(rank, place, tensor.numel(), tensor.dtype)
-        for rank, place in enumerate(locations)
-    ]
-    parts = [part[bounds] for part in everyone]
-    others = [part for rank, part in enumerate(parts) if rank != exchange.rank]
-    reduce_into(parts[exchange.rank], parts, how, schedule(exchange.size), copies=others)
-    exchange.end_phase()
-
-
-def _agree_on_lengths(
-    exchange: PhaseExchange, sources: Sequence[Tensor], targets: Sequence[Tensor], call: bytes
-) -> list[tuple[int, ...]]:
-    size = exchange.size
-    table = struct.pack(f"<{2 * size}q", *(piece.numel() for piece in (*sources, *targets)))
-    exchange.send_buffer(torch.uint8)[: len(table)].copy_(torch.frombuffer(bytearray(table), dtype=torch.uint8))
-    exchange.compare_calls(call)
-    rows = [exchange.received(rank, torch.int64)[: 2 * size].tolist() for rank in range(size)]
-    for source in range(size):
-        for target in range(size):
-            sent, expected = rows[source][target], rows[target][size + source]
-            if sent != expected:
-                raise CollectiveMismatchError(
-                    f"{call.decode()}: rank {exchange.global_ranks[source]} sends {sent} bytes to rank "
-                    f"{exchange.global_ranks[target]}, which expects {expected}. "
-                    "The input split of one must be the output split of the other. Nothing was exchanged. (LS201)"
-                )
-    return [tuple(row[:size]) for row in rows]
-
-
-def _end_phase(exchange: PhaseExchange, call: bytes, number: int) -> None:
-    if number == 0:
-        exchange.compare_calls(call)
-    else:
-        exchange.end_phase()
-
+from lockstep.shards.tree import Node
 
 # -- Checks ------------------------------------------------------------------------------------------------------------
 
@@ -287,23 +108,57 @@ def check_all_to_all_single(exchange: PhaseExchange, call: CollectiveCall) -> No
 def run_all_reduce(exchange: PhaseExchange, call: CollectiveCall) -> None:
     for tensor, how in zip(call.outputs, call.reductions, strict=True):
         flat = premultiply(tensor, how)
-        all_reduce(exchange, flat, how, call.description)
+        parts = programs.one_part_each(exchange.size, how.kind, flat.element_size() // how.width)
+        _reduce_everywhere(exchange, parts, flat, [flat], how, call.description)
         write_back(tensor, flat)
 
 
-def run_broadcast(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    (tensor,) = call.outputs
-    flat = flatten(tensor)
-    broadcast(exchange, flat, call.root, call.description)
-    write_back(tensor, flat)
+def ordered_all_reduce(  # what is reduced, and what is compared
+    exchange: PhaseExchange,
+    tensors: Sequence[Tensor],
+    out: Tensor,
+    layout: Sequence[Sequence[Node]],
+    num_shards: int,
+    how: Reduction,
+    call: bytes,
+) -> None:
+    """Reduce subtrees of shards, several on each rank, into `out` on every rank; all flat and alike."""
+    placed = sorted((node, (rank, slot)) for rank, nodes in enumerate(layout) for slot, node in enumerate(nodes))
+    parts = HeldParts(
+        kind=how.kind,
+        element_bytes=out.element_size() // how.width,
+        holders=tuple(holder for _, holder in placed),
+        steps=schedule_nodes(tuple(node for node, _ in placed), num_shards),
+        num_slots=max(len(nodes) for nodes in layout),
+    )
+    _reduce_everywhere(exchange, parts, out, tensors, how, call)
 
 
 def run_reduce(exchange: PhaseExchange, call: CollectiveCall) -> None:
     (tensor,), (how,) = call.outputs, call.reductions
     flat = premultiply(tensor, how)
-    reduce(exchange, flat, how, call.root, call.description)
+    parts = programs.one_part_each(exchange.size, how.kind, flat.element_size() // how.width)
+    program = programs.reduce_to(exchange.ranks, parts, flat.numel() * how.width, call.root)
+    exchange.run(program, [flat.data_ptr()], call.description, how=(how, flat.dtype))
     if exchange.rank == call.root:
         write_back(tensor, flat)
+
+
+def run_reduce_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
+    _reduce_scatter(exchange, call, call.outputs[0], call.inputs, call.reductions[0])
+
+
+def run_reduce_scatter_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
+    for output, tensor, how in zip(call.outputs, call.inputs, call.reductions, strict=True):
+        _reduce_scatter(exchange, call, output, _equal_pieces(exchange, flatten(tensor)), how)
+
+
+def run_broadcast(exchange: PhaseExchange, call: CollectiveCall) -> None:
+    (tensor,) = call.outputs
+    flat = as_stored(tensor)
+    program = programs.broadcast(exchange.ranks, flat.nbytes, call.root)
+    exchange.run(program, [flat.data_ptr()], call.description)
+    write_back(tensor, flat)
 
 
 def run_gather(exchange: PhaseExchange, call: CollectiveCall) -> None:
@@ -319,44 +174,28 @@ def run_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
     if exchange.rank == call.root:
         run_all_gather_single(exchange, call)
     else:
-        gather(exchange, None, flatten(call.inputs[0]), call.description)
+        _gather(exchange, (), call.inputs[0], call.description)
 
 
 def run_all_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
     for output, tensor in zip(call.outputs, call.inputs, strict=True):
         flat = flatten(output)
-        pieces = flat.split(max(tensor.numel(), 1)) if flat.numel() else [flat] * exchange.size
-        gather(exchange, pieces, flatten(tensor), call.description)
-        write_back(output, flat)
-
-
-def run_reduce_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    (output,), (how,) = call.outputs, call.reductions
-    flat = flatten(output)
-    pieces = [premultiply(piece, how) for piece in call.inputs]
-    reduce_scatter(exchange, flat, pieces, how, call.description)
-    write_back(output, flat)
-
-
-def run_reduce_scatter_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    for output, tensor, how in zip(call.outputs, call.inputs, call.reductions, strict=True):
-        flat, whole = flatten(output), premultiply(tensor, how)
-        pieces = whole.split(max(flat.numel(), 1)) if whole.numel() else [whole] * exchange.size
-        reduce_scatter(exchange, flat, pieces, how, call.description)
+        _gather(exchange, _equal_pieces(exchange, flat), tensor, call.description)
         write_back(output, flat)
 
 
 def run_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
     (output,) = call.outputs
     flat = flatten(output)
-    sources = [flatten(piece) for piece in call.inputs] if exchange.rank == call.root else None
-    scatter(exchange, flat, sources, call.root, call.description)
+    sources = [flatten(piece) for piece in call.inputs] if exchange.rank == call.root else []
+    program = programs.scatter(exchange.ranks, flat.nbytes, call.root)
+    exchange.run(program, [flat.data_ptr(), *(source.data_ptr() for source in sources)], call.description)
     write_back(output, flat)
 
 
 def run_all_to_all(exchange: PhaseExchange, call: CollectiveCall) -> None:
     flats = [flatten(output) for output in call.outputs]
-    all_to_all(exchange, flats, [flatten(piece) for piece in call.inputs], call.description)
+    _all_to_all(exchange, flats, [flatten(piece) for piece in call.inputs], call.description)
     for output, flat in zip(call.outputs, flats, strict=True):
         write_back(output, flat)
 
@@ -367,7 +206,7 @@ def run_all_to_all_single(exchange: PhaseExchange, call: CollectiveCall) -> None
     sent = _split_lengths(exchange, "input", tensor, input_splits)
     received = _split_lengths(exchange, "output", output, output_splits)
     flat = flatten(output)
-    all_to_all(exchange, flat.split(received), flatten(tensor).split(sent), call.description)
+    _all_to_all(exchange, flat.split(received), flatten(tensor).split(sent), call.description)
     write_back(output, flat)
 
 
@@ -379,11 +218,79 @@ def run_barrier(exchange: PhaseExchange, call: CollectiveCall) -> None:
 # -- Within ------------------------------------------------------------------------------------------------------------
 
 
+def _reduce_everywhere(  # what is reduced, and what is compared
+    exchange: PhaseExchange, parts: HeldParts, out: Tensor, tensors: Sequence[Tensor], how: Reduction, call: bytes
+) -> None:
+    count, ranks = out.numel() * how.width, exchange.ranks
+    addresses = [out.data_ptr(), *(tensor.data_ptr() for tensor in tensors)]
+    by_torch = how, out.dtype
+    if programs.is_short(ranks, parts, count):
+        exchange.run(programs.reduce_short(ranks, parts, count), addresses, call, how=by_torch)
+        return
+    is_plain = parts.num_slots == 1 and tensors[0] is out
+    location = exchange.memory.locate(out) if is_plain else NOWHERE
+    for first, length in programs.cut(ranks, parts, count):
+        offset = first * parts.element_bytes
+        here = [address + offset for address in addresses]
+        program = programs.reduce_long(ranks, parts, length, location != NOWHERE, may_lie_in_group=is_plain)
+        if not exchange.run(program, here, call, NOWHERE if location == NOWHERE else location + offset, how=by_torch):
+            continue
+        locations = exchange.locations(length * parts.element_bytes)
+        if NOWHERE in locations:
+            exchange.run(programs.reduce_long_after_call(ranks, parts, length), here, call, how=by_torch)
+            continue
+        everyone = [
+            here[0]
+            if rank == exchange.rank
+            else exchange.memory.peer_address(rank, place, length * parts.element_bytes)
+            for rank, place in enumerate(locations)
+        ]
+        exchange.run(programs.reduce_in_place(ranks, parts, length), everyone, call, how=by_torch)
+
+
+def _reduce_scatter(
+    exchange: PhaseExchange, call: CollectiveCall, output: Tensor, inputs: Sequence[Tensor], how: Reduction
+) -> None:
+    flat, pieces = as_stored(output), [premultiply(piece, how) for piece in inputs]
+    parts = programs.one_part_each(exchange.size, how.kind, flat.element_size() // how.width)
+    program = programs.reduce_scatter(exchange.ranks, parts, flat.numel() * how.width)
+    addresses = [flat.data_ptr(), *(piece.data_ptr() for piece in pieces)]
+    exchange.run(program, addresses, call.description, how=(how, flat.dtype))
+    write_back(output, flat)
+
+
 def _gather(exchange: PhaseExchange, outputs: Sequence[Tensor], tensor: Tensor, description: bytes) -> None:
-    flats = [flatten(output) for output in outputs]
-    gather(exchange, flats or None, flatten(tensor), description)
-    for output, flat in zip(outputs, flats, strict=True):
-        write_back(output, flat)
+    flat, flats = as_stored(tensor), [as_stored(output) for output in outputs]
+    program = programs.gather(exchange.ranks, flat.nbytes, takes=bool(flats))
+    exchange.run(program, [flat.data_ptr(), *(each.data_ptr() for each in flats)], description)
+    for output, each in zip(outputs, flats, strict=True):
+        write_back(output, each)
+
+
+def _all_to_all(exchange: PhaseExchange, outputs: Sequence[Tensor], inputs: Sequence[Tensor], call: bytes) -> None:
+    """Put `inputs[q]` of rank r into `outputs[r]` of rank q; lengths may differ from pair to pair."""
+    size = exchange.size
+    lengths = array("q", [piece.nbytes for piece in (*inputs, *outputs)])
+    found = array("q", bytes(8 * 2 * size * size))
+    program = programs.exchange_lengths(exchange.ranks, 8 * len(lengths))
+    exchange.run(program, [lengths.buffer_info()[0], found.buffer_info()[0]], call)
+    rows = [found[2 * size * number : 2 * size * (number + 1)] for number in range(size)]
+    for source in range(size):
+        for target in range(size):
+            sent, expected = rows[source][target], rows[target][size + source]
+            if sent != expected:
+                raise CollectiveMismatchError(
+                    f"{call.decode()}: rank {exchange.global_ranks[source]} sends {sent} bytes to rank "
+                    f"{exchange.global_ranks[target]}, which expects {expected}. "
+                    "The input split of one must be the output split of the other. Nothing was exchanged. (LS201)"
+                )
+    longest = max(max(row[:size]) for row in rows)
+    program = programs.all_to_all(exchange.ranks, lengths[:size], lengths[size:], longest)
+    exchange.run(program, [piece.data_ptr() for piece in (*inputs, *outputs)], call)
+
+
+def _equal_pieces(exchange: PhaseExchange, flat: Tensor) -> Sequence[Tensor]:
+    return flat.split(flat.numel() // exchange.size) if flat.numel() else [flat] * exchange.size
 
 
 def _require_one(tensors: Sequence[Tensor]) -> None:

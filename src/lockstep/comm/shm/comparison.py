@@ -26,8 +26,8 @@ from functools import lru_cache
 from typing import Final, final
 
 from lockstep.comm.calls import LONGEST_CALL, explain_mismatch
-from lockstep.comm.shm import semaphores
-from lockstep.comm.shm.file_layout import PAGE, PHASE
+from lockstep.comm.shm import native
+from lockstep.comm.shm.file_layout import PAGE
 from lockstep.comm.shm.memory import Memory, read_text
 from lockstep.comm.shm.peers import Peers, PeerState
 from lockstep.comm.shm.phases import PhaseExchange
@@ -66,7 +66,7 @@ class PublishedCalls:
             for rank, (header, ring) in enumerate(zip(self._headers, self._rings, strict=True))
             if rank != peers.rank
         ]
-        self._fence = peers.semaphore(PHASE, peers.rank, peers.rank)
+        self._order = native.load().lockstep_fence  # between what this rank writes, and what it reads
         self._count = 0
         self._digest = 0
         self._lost_since: float | None = None
@@ -153,11 +153,6 @@ class PublishedCalls:
     def _read_line(self, rank: int) -> str:
         length = min(self._headers[rank][_LINE_LENGTH], LONGEST_CALL)
         return ctypes.string_at(self._addresses[rank] + _LINE, length).decode(errors="replace")
-
-    def _order(self) -> None:
-        """Complete what this rank has written before it reads or writes more. [Note: memory order]."""
-        semaphores.post(self._fence)
-        semaphores.try_wait(self._fence)
 
 
 @lru_cache(maxsize=4096)

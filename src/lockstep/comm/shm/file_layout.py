@@ -2,7 +2,7 @@
 
 One anonymous file per group, far longer than any memory: a page exists from when it is first written.
 
-    control   | semaphores (a to b) | state page of each rank | call pages, 2 per rank | send buffers, 2 per rank |
+    control   | counters | state page of each rank | call pages, 2 per rank | send buffers, 2 per rank |
     channels  | one per ordered pair: a head page, a reply page, 2 slots |
     heaps     | one per rank: tensors that the group allocates |
 """
@@ -10,9 +10,9 @@ One anonymous file per group, far longer than any memory: a page exists from whe
 from dataclasses import dataclass
 
 PAGE = 4096
-SEMAPHORE_BYTES = 64
-"""Room for one semaphore: a cache line, more than `sem_t` takes on any Linux."""
-_HEAP_SPAN = 1 << 44
+LINE = 64
+"""Room for one counter: a cache line."""
+HEAP_SPAN = 1 << 44
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,27 @@ class FileLayout:
     slot_bytes: int = 512 << 10
     """Bytes of one of the two slots of a channel."""
 
-    def semaphore(self, kind: int, source: int, target: int) -> int:
-        """Return the place of the semaphore that `source` posts for `target`; there are NUM_KINDS per pair."""
-        return ((kind * self.size + source) * self.size + target) * SEMAPHORE_BYTES
+    arrivals = 0
+    """The place of the counter at which ranks arrive at the end of a phase."""
 
-    def semaphores(self) -> range:
-        return range(0, self.semaphore(NUM_KINDS, 0, 0), SEMAPHORE_BYTES)
+    def reached(self, rank: int) -> int:
+        """Return the place of the word that says at the end of which phase a rank has arrived."""
+        return (1 + rank) * LINE
+
+    def messages(self, rank: int) -> int:
+        """Return the place of the counter of messages that were begun for a rank, by whichever other."""
+        return (1 + self.size + rank) * LINE
+
+    def full(self, source: int, target: int) -> int:
+        """Return the place of the counter of slots that `source` has filled for `target`."""
+        return (1 + 2 * self.size + source * self.size + target) * LINE
+
+    def free(self, source: int, target: int) -> int:
+        """Return the place of the counter of slots that `target` has emptied, of those that `source` has filled."""
+        return self.full(self.size + source, target)
 
     def state(self, rank: int) -> int:
-        return self._after_semaphores + rank * PAGE
+        return -(-self.free(self.size, 0) // PAGE) * PAGE + rank * PAGE
 
     def call(self, rank: int, parity: int) -> int:
         return self.state(self.size) + (2 * rank + parity) * PAGE
@@ -54,17 +66,8 @@ class FileLayout:
         return 2 * PAGE + 2 * self.slot_bytes
 
     def heap(self, rank: int) -> int:
-        return self.channel(self.size, 0) + rank * _HEAP_SPAN
+        return self.channel(self.size, 0) + rank * HEAP_SPAN
 
     @property
     def total_bytes(self) -> int:
         return self.heap(self.size)
-
-    @property
-    def _after_semaphores(self) -> int:
-        return -(-self.semaphore(NUM_KINDS, 0, 0) // PAGE) * PAGE
-
-
-PHASE, FULL, FREE, MESSAGE = range(4)
-"""Kinds of semaphore: a phase is published; a slot is full; a slot is free; some channel has something new."""
-NUM_KINDS = 4

@@ -12,23 +12,24 @@ the group must call, `send` and `recv` excepted. All raise, beside what a bad ar
 - `CollectiveTimeoutError`, if the group's timeout passes; likewise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, Store, Work
+from torch.distributed import PrefixStore, ProcessGroup, ReduceOp, Store, Work
 
-from lockstep.comm.calls import describe_call
+from lockstep.comm.calls import describe_call, purpose_of_calls
 from lockstep.comm.capabilities import GroupCapabilities
-from lockstep.comm.collectives import Collective, add_collectives, refuse_one_output_twice
+from lockstep.comm.collectives import ALL_REDUCE, Collective, add_collectives, refuse_one_output_twice
 from lockstep.comm.hosts import GroupHosts, GroupMembers, GroupSetUp
 from lockstep.comm.lost_ranks import DeviceWatch
 from lockstep.comm.open_calls import OPEN_GROUPS, CallEvents, describe_destroyed
-from lockstep.comm.shm import collectives, phases
+from lockstep.comm.shm import collectives
 from lockstep.comm.shm.arguments import (
+    as_stored,
     check_dense,
     check_writable,
     describe_message,
@@ -38,13 +39,14 @@ from lockstep.comm.shm.arguments import (
     read_one,
     write_back,
 )
-from lockstep.comm.shm.arithmetic import reduction
+from lockstep.comm.shm.arithmetic import BY_TORCH, reduction
 from lockstep.comm.shm.comparison import NUM_BYTES, SharedMemoryComparer
 from lockstep.comm.shm.file_layout import PAGE, FileLayout
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.messages import PointToPoint
 from lockstep.comm.shm.peers import Peers, PeerState
 from lockstep.comm.shm.phases import PhaseExchange
+from lockstep.comm.shm.programs import Program, is_short, one_part_each, reduce_short
 from lockstep.comm.shm.rendezvous import GroupHandles, NotShared, connect_ranks
 from lockstep.comm.shm.torch_beside import NO_ACCELERATORS, AcceleratorBackends, TorchBackends, TorchCalls
 from lockstep.comm.shm.work import CallRunner, WorkQueue
@@ -96,6 +98,7 @@ class PythonProcessGroup(ProcessGroup):
 
 
 _CLOSING_SECONDS: Final = 1.0
+_MOST_SHORT_SUMS: Final = 1024
 
 
 @final
@@ -117,6 +120,7 @@ class ShmProcessGroup(PythonProcessGroup):
         """What carries the tensors of accelerators, in groups of its ranks too."""
         self._store = store
         self._global_ranks = global_ranks
+        self._short_sums: dict[Hashable, tuple[bytes, Program]] = {}
         self._memory = Memory(handles.descriptor, layout, rank)
         self._peers = Peers(self._memory, rank, handles, timeout.total_seconds(), global_ranks)
         self._exchange = PhaseExchange(self._memory, self._peers)
@@ -153,6 +157,38 @@ class ShmProcessGroup(PythonProcessGroup):
         """Return how many calls were made; the name is torch's."""
         return self._runner.num_calls
 
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """Replace one dense or sparse tensor by its reduction over all ranks, in the order of the tree.
+
+        Of a short sum like one before nothing is worked out again.
+        """
+        tensor = tensors[0]
+        is_usual = opts is not None and len(tensors) == 1 and is_plain(tensor) and as_stored(tensor) is tensor
+        if not is_usual or opts.reduceOp != ReduceOp.SUM:
+            return self.make_call(ALL_REDUCE, [tensors, opts], {})
+        key = tensor.dtype, tensor.shape, purpose_of_calls()
+        known = self._short_sums.get(key) or self._prepare_short_sum(key, tensors, opts)
+        if known is None:
+            return self.make_call(ALL_REDUCE, [tensors, opts], {})
+        description, program = known
+        address = tensor.data_ptr()
+        action = partial(self._exchange.run, program, (address, address), description)
+        return self._runner.start(description, action, tensors, is_async=opts.asyncOp)
+
+    def _prepare_short_sum(self, key: Hashable, tensors: Sequence[Tensor], opts: Any) -> tuple[bytes, Program] | None:
+        """Return the description and the program of a sum, and keep them; None if it is not a short one."""
+        (tensor,) = tensors
+        how = reduction(ReduceOp.SUM, tensor.dtype)
+        parts = one_part_each(self.size(), how.kind, tensor.element_size() // how.width)
+        if how.kind == BY_TORCH or not is_short(self._exchange.ranks, parts, tensor.numel() * how.width):
+            return None
+        call = ALL_REDUCE.read([tensors, opts], {})
+        program = reduce_short(self._exchange.ranks, parts, tensor.numel() * how.width)
+        if len(self._short_sums) >= _MOST_SHORT_SUMS:
+            self._short_sums.clear()
+        found = self._short_sums[key] = ALL_REDUCE.describe(call, self._global_ranks), program
+        return found
+
     def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work:
         """Make one call of the table's (collective)."""
         call = collective.read(arguments, keywords)
@@ -187,8 +223,9 @@ class ShmProcessGroup(PythonProcessGroup):
         `parts` are flat, contiguous and like `out`; they are not written to, unless one is `out`. `layout` has the
         nodes of each rank, in the order of its parts; together they cover every shard once.
         """
-        described = phases.several_per_rank(parts, out, layout, num_shards)
-        action = partial(collectives.ordered_all_reduce, self._exchange, described, call)
+        how = reduction(ReduceOp.SUM, out.dtype)
+        arguments = parts, out, layout, num_shards, how, call
+        action = partial(collectives.ordered_all_reduce, self._exchange, *arguments)
         return self._runner.start(call, action, [out], is_async=is_async)
 
     def compare_calls(self, call: bytes) -> None:
@@ -219,9 +256,7 @@ class ShmProcessGroup(PythonProcessGroup):
         if not is_plain(tensor):
             return self._torch_calls.send(tensors, dst, tag)
         self._runner.check_usable()
-        return self._point_to_point.send(
-            collectives.as_bytes(flatten(tensor)), dst, tag, describe_message(tensor), tensors
-        )
+        return self._point_to_point.send(flatten(tensor), dst, tag, describe_message(tensor), tensors)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
         """Receive one tensor of rank `src`, of the dtype and number of elements that it sends."""
@@ -326,7 +361,7 @@ class ShmProcessGroup(PythonProcessGroup):
         check_writable([tensor])
         flat = flatten(tensor)
         return self._point_to_point.receive(
-            collectives.as_bytes(flat),
+            flat,
             sources,
             tag,
             describe_message(tensor),

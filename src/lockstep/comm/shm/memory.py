@@ -27,7 +27,6 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from lockstep.comm.shm import semaphores
 from lockstep.comm.shm.file_layout import PAGE, FileLayout
 from lockstep.errors import GroupError
 from lockstep.processes.forking import call_in_children, finalize_here
@@ -50,15 +49,12 @@ if sys.platform == "linux":
 
 
 def create_file(layout: FileLayout) -> int:
-    """Make the file of a group, with its semaphores, and return its descriptor; only this user can open it."""
+    """Make the file of a group, all zeros, and return its descriptor; only this user can open it."""
     descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, layout.total_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        mapping = _map(descriptor, layout.state(0))
-        for place in layout.semaphores():
-            semaphores.create(ctypes.addressof(mapping) + place)
     except BaseException:
         os.close(descriptor)
         raise
@@ -116,27 +112,11 @@ class Memory:
         self._rank = rank
         self._control = _map(descriptor, layout.control_bytes)
         self.address = ctypes.addressof(self._control)
-        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._heap_lock = threading.RLock()  # while a thread holds it, a tensor may be collected in that thread
         self._heap_used = 0
         self._heap_free: dict[int, list[int]] = {}
         self._heap: dict[int, tuple[int, int]] = {}
         self._peer_mappings: OrderedDict[tuple[int, int], Mapping] = OrderedDict()
-
-    def send_buffer(self, rank: int, parity: int, dtype: torch.dtype) -> Tensor:
-        key = (rank, parity, dtype)
-        view = self._views.get(key)
-        if view is None:
-            layout = self.layout
-            count = layout.send_buffer_bytes // dtype.itemsize
-            with torch.inference_mode(
-                False
-            ):  # it is kept, and an inference tensor cannot be written outside inference mode
-                view = torch.frombuffer(
-                    self._control, dtype=dtype, count=count, offset=layout.send_buffer(rank, parity)
-                )
-            self._views[key] = view
-        return view
 
     def map_channel(self, source: int, target: int) -> Mapping:
         layout = self.layout
@@ -167,10 +147,10 @@ class Memory:
         found = self._heap.get(base)
         return -1 if found is None else found[0] + flat.data_ptr() - base
 
-    @torch.inference_mode(False)
-    def peer_tensor(self, rank: int, location: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+    def peer_address(self, rank: int, location: int, num_bytes: int) -> int:
+        """Return where this process sees a tensor of another rank's heap, until the next calls of this."""
         start = location // PAGE * PAGE
-        length = -(-(location + num_elements * dtype.itemsize - start) // PAGE) * PAGE
+        length = -(-(location + num_bytes - start) // PAGE) * PAGE
         key = (self.layout.heap(rank) + start, length)
         mapping = self._peer_mappings.pop(key, None)
         if mapping is None:
@@ -178,13 +158,12 @@ class Memory:
             if len(self._peer_mappings) >= _NUM_PEER_MAPPINGS:
                 self._peer_mappings.popitem(last=False)
         self._peer_mappings[key] = mapping
-        return torch.frombuffer(mapping, dtype=dtype, count=num_elements, offset=location - start)
+        return ctypes.addressof(mapping) + location - start
 
     def close(self) -> None:
         """Drop the descriptor and the mappings; allocated tensors stay usable."""
         self._file = None
         self._descriptor = -1
-        self._views.clear()
         self._peer_mappings.clear()
 
     def forget(self, address: int) -> None:
@@ -213,6 +192,12 @@ def _forget(memory: "weakref.ref[Memory]", address: int) -> None:
     target = memory()
     if target is not None:
         target.forget(address)
+
+
+@torch.inference_mode(False)
+def tensor_at(address: int, dtype: torch.dtype, count: int) -> Tensor:
+    """View memory, which the caller keeps, as a flat tensor."""
+    return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype=dtype)
 
 
 def write_text(address: int, text: bytes, most: int) -> None:

@@ -2,10 +2,10 @@
 
     sender                                                  receiver
     1 head page: tag, length, description
-    2 chunk into slot 0, post FULL          ->              3 wait FULL, read the head
+    2 chunk into slot 0, add to `full`      ->              3 take from `full`, read the head
                                                             4 find the receive of the tag, or store the message
                                                             5 reply page: as expected, or not
-    7 wait FREE for every chunk             <-              6 copy the chunk out, post FREE
+    7 take from `free` for every chunk      <-              6 copy the chunk out, add to `free`
     8 read the reply: not as expected is an error here too
 
 A chunk is at most one slot, and two slots are under way at once. A send ends when all of it was received: then both
@@ -26,15 +26,14 @@ from torch import Tensor
 from torch.distributed import Work
 
 from lockstep.comm.calls import LONGEST_CALL
-from lockstep.comm.shm import semaphores
-from lockstep.comm.shm.arguments import copy_into
-from lockstep.comm.shm.file_layout import FREE, FULL, MESSAGE, PAGE
-from lockstep.comm.shm.memory import Mapping, Memory, read_text, write_text
-from lockstep.comm.shm.peers import Peers
+from lockstep.comm.shm.file_layout import PAGE
+from lockstep.comm.shm.memory import Memory, read_text, write_text
+from lockstep.comm.shm.peers import Counter, Peers
 from lockstep.comm.shm.work import QueuedWork, WorkQueue
 from lockstep.errors import CollectiveMismatchError, GroupError
 
 _HEAD = struct.Struct("<qqi")
+_NUM_SLOTS = 2
 
 
 @final
@@ -44,27 +43,28 @@ class Sender:
     def __init__(self, memory: Memory, peers: Peers, target: int) -> None:
         self._mapping = memory.map_channel(peers.rank, target)
         self._address = ctypes.addressof(self._mapping)
-        self._slots = _map_slots(self._mapping, memory.layout.slot_bytes)
         self._slot_bytes = memory.layout.slot_bytes
         self._peers = peers
         self._target = target
-        self._full = peers.semaphore(FULL, peers.rank, target)
-        self._free = peers.semaphore(FREE, target, peers.rank)
-        self._any_message = peers.semaphore(MESSAGE, target, target)
+        self._full = Counter(peers, peers.layout.full(peers.rank, target))
+        self._free = Counter(peers, peers.layout.free(peers.rank, target))
+        self._any_message = Counter(peers, peers.layout.messages(target))
 
     def send(self, data: Tensor, tag: int, kind: bytes, call: bytes) -> None:
-        """Send `data`, flat bytes, and return when it was received; the receiver must expect this `kind`."""
-        head = _HEAD.pack(tag, data.numel(), len(kind)) + kind
+        """Send a flat tensor, and return when it was received; the receiver must expect this `kind`."""
+        head = _HEAD.pack(tag, data.nbytes, len(kind)) + kind
         ctypes.memmove(self._address, head, len(head))
-        chunks = data.split(self._slot_bytes) if data.numel() else [data]
-        for number, chunk in enumerate(chunks):
-            if number >= len(self._slots):
+        num_chunks = max(-(-data.nbytes // self._slot_bytes), 1)
+        for number in range(num_chunks):
+            if number >= _NUM_SLOTS:
                 self._peers.wait(self._target, self._free, call)
-            self._slots[number % len(self._slots)][: chunk.numel()].copy_(chunk)
-            semaphores.post(self._full)
+            start = number * self._slot_bytes
+            slot = _slot(self._address, number, self._slot_bytes)
+            ctypes.memmove(slot, data.data_ptr() + start, min(data.nbytes - start, self._slot_bytes))
+            self._full.add()
             if number == 0:
-                semaphores.post_if_zero(self._any_message)
-        for _ in range(min(len(chunks), len(self._slots))):
+                self._any_message.add()
+        for _ in range(min(num_chunks, _NUM_SLOTS)):
             self._peers.wait(self._target, self._free, call)
         expected = read_text(self._address + PAGE, LONGEST_CALL)
         if expected:
@@ -79,11 +79,11 @@ class Receiver:
     def __init__(self, memory: Memory, peers: Peers, source: int) -> None:
         self._mapping = memory.map_channel(source, peers.rank)
         self._address = ctypes.addressof(self._mapping)
-        self._slots = _map_slots(self._mapping, memory.layout.slot_bytes)
+        self._slot_bytes = memory.layout.slot_bytes
         self._peers = peers
         self._source = source
-        self._full = peers.semaphore(FULL, source, peers.rank)
-        self._free = peers.semaphore(FREE, peers.rank, source)
+        self._full = Counter(peers, peers.layout.full(source, peers.rank))
+        self._free = Counter(peers, peers.layout.free(source, peers.rank))
         self._lock = threading.Lock()
         self._expected: dict[int, deque[PendingReceive]] = {}
         self._unexpected: dict[int, deque[tuple[bytes, Tensor]]] = {}
@@ -114,7 +114,7 @@ class Receiver:
             if message is not None:
                 pending.take(self._source, *message)
                 return True
-            if not (may_take and semaphores.try_wait(self._full)):
+            if not (may_take and self._full.try_take()):
                 return False
             self._take(pending.call, pending)
             if pending.is_complete:
@@ -140,12 +140,12 @@ class Receiver:
         target = pending.place if pending is not None and fits else torch.empty(length, dtype=torch.uint8, device="cpu")
         reply = pending.kind if pending is not None and not fits else b""
         write_text(self._address + PAGE, reply, LONGEST_CALL)
-        chunks = target.split(self._slots[0].numel()) if length else [target]
-        for number, chunk in enumerate(chunks):
+        for number, start in enumerate(range(0, max(length, 1), self._slot_bytes)):
             if number > 0:
                 self._peers.wait(self._source, self._full, call)
-            copy_into(chunk, self._slots[number % len(self._slots)][: chunk.numel()])
-            semaphores.post(self._free)
+            slot = _slot(self._address, number, self._slot_bytes)
+            ctypes.memmove(target.data_ptr() + start, slot, min(length - start, self._slot_bytes))
+            self._free.add()
         if pending is None:
             with self._lock:
                 pending = self._next_expected(tag)  # a receive registered while the message was copied
@@ -157,7 +157,7 @@ class Receiver:
 
 @final
 class PendingReceive:
-    """A receive that waits for its message, flat bytes; `complete` is called once, with the source or an error."""
+    """A receive that waits for its message, a flat tensor; `complete` is called once, with the source or an error."""
 
     def __init__(  # the fields of a receive
         self,
@@ -186,17 +186,14 @@ class PendingReceive:
             else _explain(sent, self._global_ranks[source], self.kind, self._global_ranks[self._rank])
         )
         if error is None and data is not self.place:
-            copy_into(self.place, data)
+            ctypes.memmove(self.place.data_ptr(), data.data_ptr(), data.nbytes)
         self.is_complete = True
         self._complete(source=source, error=error)
 
 
-@torch.inference_mode(False)
-def _map_slots(mapping: Mapping, slot_bytes: int) -> list[Tensor]:
-    return [
-        torch.frombuffer(mapping, dtype=torch.uint8, count=slot_bytes, offset=2 * PAGE + number * slot_bytes)
-        for number in (0, 1)
-    ]
+def _slot(address: int, number: int, slot_bytes: int) -> int:
+    """Return where a chunk lies in the channel at `address`."""
+    return address + 2 * PAGE + number % _NUM_SLOTS * slot_bytes
 
 
 def _explain(sent: bytes, source: int, expected: bytes, target: int) -> CollectiveMismatchError:
@@ -215,7 +212,7 @@ class PointToPoint:
         self._senders: dict[int, tuple[WorkQueue, Sender]] = {}
         self._receivers: dict[int, tuple[WorkQueue, Receiver]] = {}
         self._from_any = WorkQueue("lockstep-receive")
-        self._any_message = peers.semaphore(MESSAGE, peers.rank, peers.rank)
+        self._any_message = Counter(peers, peers.layout.messages(peers.rank))
 
     def send(self, data: Tensor, target: int, tag: int, kind: bytes, tensors: Sequence[Tensor]) -> Work:
         with self._lock:
@@ -234,7 +231,7 @@ class PointToPoint:
         tensors: Sequence[Tensor],
         finish: Callable[[], None],
     ) -> Work:
-        """Receive flat bytes from one rank, or from any of several; `finish` is called when they are in `place`."""
+        """Receive a flat tensor from one rank, or from any of several; `finish` is called when they are in `place`."""
         who = f"rank {self._peers.global_ranks[sources[0]]}" if len(sources) == 1 else "any rank"
         call = f"recv({kind.decode()}, from {who}, tag {tag})".encode()
 

@@ -1,7 +1,7 @@
-"""The other ranks of a group: signalling them, waiting for them, and detecting that they have exited.
+"""The other ranks of a group: waiting for them, and detecting that they have exited.
 
-A wait spins briefly where every rank has a core, then sleeps in the kernel for short times; after each it reads
-the peer's state and checks whether its process still runs.
+A wait spins briefly where every rank has a core, then sleeps in the kernel for short times [`native/shm.c`]; after each
+it reads the peer's state and checks whether its process still runs.
 
 state page of a rank:   state | lost rank | length, text: why it left | length, text: the call it waits in
 """
@@ -13,15 +13,16 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
 from traceback import format_exception
 from typing import Final, final
 
 from lockstep.comm.lost_ranks import EXIT_SECONDS, may_come_from_loss
-from lockstep.comm.shm import semaphores
-from lockstep.comm.shm.file_layout import PAGE, PHASE
+from lockstep.comm.shm import native
+from lockstep.comm.shm.file_layout import PAGE
 from lockstep.comm.shm.memory import Memory, read_text, write_text
 from lockstep.comm.shm.rendezvous import GroupHandles
 from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError, clause, describe_exception
@@ -29,10 +30,9 @@ from lockstep.processes.forking import call_in_children, this_process
 from lockstep.processes.user_line import find_user_line
 from lockstep.recording import EventKind, own_recorder
 
-_POLL_SECONDS: Final = 0.05
+_POLL_NS: Final = 50_000_000
 _GRACE_SECONDS: Final = 0.3
-_NUM_SPINS: Final = 150
-_LONG_SPIN_SECONDS: Final = 0.0005
+_SPIN_NS: Final = 20_000
 _EXIT_POLL_SECONDS: Final = 0.01
 _TEXT_BYTES: Final = PAGE // 2 - 32
 _REASON: Final = 8
@@ -72,8 +72,7 @@ class RankStates:
         if self.read(self._rank)[0] is PeerState.JOINED:
             write_text(page + _REASON, reason.encode(), _TEXT_BYTES)
             ctypes.memmove(page + 4, struct.pack("<i", lost), 4)
-            own = self._memory.layout.semaphore(PHASE, self._rank, self._rank)
-            semaphores.post(self._memory.address + own)  # orders the text before the state
+            native.load().lockstep_fence()  # the text before the state
             ctypes.memmove(page, struct.pack("<i", state), 4)
 
     def read(self, peer: int) -> tuple[PeerState, int, str]:
@@ -159,6 +158,83 @@ class RankStates:
 
 
 @final
+class Counter:
+    """A counter in the group's memory: one rank adds to it, another takes what was added, one after another."""
+
+    def __init__(self, peers: "Peers", place: int) -> None:
+        self._library = native.load()
+        self._peers = peers
+        self._address = peers.address + place
+        self._taken = 0
+
+    def add(self) -> None:
+        self._library.lockstep_raise(self._address)
+
+    def is_empty(self) -> bool:
+        return bool(self._library.lockstep_read(self._address) == self._taken)
+
+    def try_take(self) -> bool:
+        if self.is_empty():
+            return False
+        self._taken = (self._taken + 1) & 0xFFFFFFFF
+        return True
+
+    def take_all(self) -> None:
+        self._taken = self._library.lockstep_read(self._address)
+
+    def sleep(self, spin_ns: int = 0) -> None:
+        """Return when there is something to take, or after a short time."""
+        target = (self._taken + 1) & 0xFFFFFFFF
+        self._library.lockstep_wait(self._address, target, spin_ns, _POLL_NS, self._peers.stop_address)
+
+
+@final
+class LongWait:
+    """A wait that takes long already; what it waits for may never come."""
+
+    def __init__(self, peers: "Peers", call: bytes, timeout_seconds: float | None, *, everyone: bool) -> None:
+        self._peers = peers
+        self._call = call
+        self._limit = timeout_seconds
+        self._everyone = everyone
+        self._started = time.monotonic() - _POLL_NS / 1e9
+        self._lost_since: float | None = None
+
+    def look(self, find_missing: Callable[[], Sequence[int]]) -> None:
+        """Raise if this wait will not end: a missing rank is lost, or any where all are needed, or it is late.
+
+        What ranks did before they were lost counts, so the missing ones are asked for again.
+        """
+        peers = self._peers
+        peers.raise_if_broken()
+        missing = find_missing()
+        lost = peers.first_lost(missing)
+        if lost is not None and lost in find_missing():
+            peers.check([lost])
+        if self._everyone:
+            self._lost_since = peers.check_killed(self._lost_since)
+        self.check_time(f"rank {peers.global_ranks[missing[0]]}" if missing else "its end")
+
+    def look_for_any(self, sources: Sequence[int], take: Callable[[], int | None]) -> int | None:
+        """Do the same for a wait for any of several ranks; those that have left end it when all have."""
+        peers = self._peers
+        peers.raise_if_broken()
+        if all(peers.first_lost([peer]) is not None for peer in sources):
+            found = take()
+            if found is not None:
+                return found
+            peers.check(sources)
+        self._lost_since = peers.check_killed(self._lost_since)
+        self.check_time("any rank")
+        return None
+
+    def check_time(self, awaited: str) -> None:
+        limit = self._peers.timeout_seconds if self._limit is None else self._limit
+        if time.monotonic() - self._started > limit:
+            raise self._peers.time_out(self._call, awaited, limit)
+
+
+@final
 class Peers:
     def __init__(
         self, memory: Memory, rank: int, handles: GroupHandles, timeout_seconds: float, global_ranks: Sequence[int]
@@ -168,21 +244,22 @@ class Peers:
         self.timeout_seconds = timeout_seconds
         self.broken: GroupError | None = None
         """Why this process cannot use the group; a forked child is not a rank of its parent's group."""
-        self._sleepers = semaphores.Sleepers()
+        self._stop = ctypes.c_int32(0)
+        self.stop_address = ctypes.addressof(self._stop)
+        """Of a number that ends the sleeps of all threads of this process once it is not 0."""
         call_in_children(self._break_in_child)
         self._recorder = own_recorder()
         self._memory = memory
+        self.address = memory.address
+        self.layout = memory.layout
         self._states = RankStates(memory, rank, handles, global_ranks)
         self.global_ranks = global_ranks
         """The number of each rank in messages: its rank in the default group."""
         self.global_rank = global_ranks[rank]
-        others = [peer for peer in range(self.size) if peer != rank]
-        self._posts = [self.semaphore(PHASE, rank, peer) for peer in others]
-        self._waits = [(peer, self.semaphore(PHASE, peer, rank)) for peer in others]
         self.has_core = self.size <= len(os.sched_getaffinity(0))
         """Whether there is a core for every rank, so that a wait may spin."""
-        self.spins_longer = False
-        """Whether a wait for a phase spins longer: set while the caller of a blocking call runs it itself."""
+        self.may_spin = False
+        """Whether a wait for a phase spins: set while the caller of a blocking call runs it itself."""
 
     def _break_in_child(self) -> None:
         if self.broken is None:
@@ -191,67 +268,56 @@ class Peers:
                 "calls in the parent, or give the child a group of its own. (LS205)"
             )
 
-    def semaphore(self, kind: int, source: int, target: int) -> int:
-        """Return the address of a semaphore that `source` posts for `target`."""
-        return self._memory.address + self._memory.layout.semaphore(kind, source, target)
-
-    def end_phase(self, call: bytes, timeout_seconds: float | None = None) -> None:
-        """Signal every rank that this one has finished the phase, and wait until all have (collective)."""
-        for address in self._posts:
-            semaphores.post(address)
-        try:
-            for peer, address in self._waits:
-                if not semaphores.try_wait(address):
-                    self.wait(peer, address, call, everyone=True, timeout_seconds=timeout_seconds)
-        except BaseException:
-            # The phase failed here, so a slower rank must not see it as complete: take back the unread signals.
-            for address in self._posts:
-                semaphores.try_wait(address)
-            raise
-
-    def wait(  # the arguments of a wait, two of them optional
-        self, peer: int, address: int, call: bytes, *, everyone: bool = False, timeout_seconds: float | None = None
-    ) -> None:
-        """Wait until `peer` has posted the semaphore at `address`; with `everyone`, the loss of any rank ends it."""
-        if self.has_core and self._spin(address, everyone and self.spins_longer):
+    def wait(self, peer: int, counter: Counter, call: bytes) -> None:
+        """Wait until there is something to take at a counter that `peer` adds to, and take it."""
+        if counter.try_take():
             return
-        started = time.monotonic()
-        if self._sleepers.sleep(address, _POLL_SECONDS):
+        counter.sleep(_SPIN_NS if self.has_core else 0)
+        if counter.try_take():
             return
-        self._states.publish_waiting(call)
-        event = self._record_wait(self.global_ranks[peer], call)
-        try:
-            self._wait_long(peer, address, call, started, everyone, timeout_seconds)
-        finally:
-            self._recorder.end(event)
-        self._states.publish_waiting(b"")  # after an error the text stays, for the messages of the other ranks
 
-    def wait_for_any(self, peers: Sequence[int], address: int, call: bytes, take: Callable[[], int | None]) -> int:
-        """Return the rank whose message `take` finds; it is called again after each post of the semaphore at `address`.
+        def find_missing() -> list[int]:
+            return [peer] if counter.is_empty() else []
 
-        A rank that was killed or failed ends the wait, though another may still send: the group is broken. Ranks that
-        have left end it when all have.
+        with self.long_wait(call, peer, everyone=False) as wait:
+            while not counter.try_take():
+                wait.look(find_missing)
+                counter.sleep()
+
+    def wait_for_any(self, peers: Sequence[int], counter: Counter, call: bytes, take: Callable[[], int | None]) -> int:
+        """Return the rank whose message `take` finds; it is called again after each addition to the counter.
+
+        A rank that was killed or failed ends the wait, though another may still send: the group is broken.
         """
-        started = time.monotonic()
-        lost_since: float | None = None
+        counter.take_all()
+        source = take()
+        if source is not None:
+            return source
+        with self.long_wait(call) as wait:
+            while True:
+                counter.sleep()
+                counter.take_all()
+                source = take()
+                if source is None:
+                    source = wait.look_for_any(peers, take)
+                if source is not None:
+                    return source
+
+    @contextmanager
+    def long_wait(
+        self, call: bytes, peer: int | None = None, timeout_seconds: float | None = None, *, everyone: bool = True
+    ) -> Iterator[LongWait]:
+        """Let the other ranks and the recorder know what this one waits in."""
         self._states.publish_waiting(call)
-        event = self._record_wait(-1, call)
+        event = self._record_wait(-1 if peer is None else self.global_ranks[peer], call)
         try:
-            while (source := take()) is None:
-                if self._sleepers.sleep(address, _POLL_SECONDS):
-                    continue
-                self.raise_if_broken()
-                if all(self._states.find_lost([peer]) is not None for peer in peers):
-                    source = take()
-                    if source is not None:
-                        break
-                    self.check(peers)
-                lost_since = self._check_killed(lost_since)
-                self._check_time(started, call, "any rank")
+            yield LongWait(self, call, timeout_seconds, everyone=everyone)
         finally:
             self._recorder.end(event)
         self._states.publish_waiting(b"")  # after an error the text stays, for the messages of the other ranks
-        return source
+
+    def first_lost(self, peers: Sequence[int]) -> int | None:
+        return self._states.find_lost(peers)
 
     def check(self, peers: Sequence[int]) -> None:
         """Raise if one of `peers` is lost, and name the rank that was lost first; the group is broken then."""
@@ -338,7 +404,12 @@ class Peers:
         """Let all calls of this rank raise `error`, those that wait now too (local, any thread)."""
         if self.broken is None:
             self.broken = error
-        self._sleepers.end()
+        self._stop.value = 1
+        layout, others = self.layout, range(self.size)
+        places = [layout.arrivals, layout.messages(self.rank)]
+        places += [place for peer in others for place in (layout.full(peer, self.rank), layout.free(self.rank, peer))]
+        for place in places:
+            native.load().lockstep_wake(self.address + place)
 
     def fail(self, error: BaseException, call: bytes) -> None:
         """Publish that `call` failed on this rank with `error`, at an unknown point of it: the group is broken."""
@@ -361,35 +432,7 @@ class Peers:
             recorder.mark(EventKind.LINE, 0, 0, recorder.text(line))
         return event
 
-    def _wait_long(
-        self, peer: int, address: int, call: bytes, started: float, everyone: bool, timeout_seconds: float | None
-    ) -> None:
-        lost_since: float | None = None
-        while True:
-            self.raise_if_broken()
-            if self._states.find_lost([peer]) is not None:
-                if semaphores.try_wait(address):
-                    return
-                self.check([peer])
-            if everyone:
-                lost_since = self._check_killed(lost_since)
-            self._check_time(started, call, f"rank {self.global_ranks[peer]}", timeout_seconds)
-            if self._sleepers.sleep(address, _POLL_SECONDS):
-                return
-
-    def _spin(self, address: int, spins_longer: bool) -> bool:
-        for _ in range(_NUM_SPINS):
-            if semaphores.try_wait(address):
-                return True
-        # Sleeping and waking takes about as long as this spin; other threads and processes may use the core meanwhile.
-        end = time.perf_counter() + _LONG_SPIN_SECONDS
-        while spins_longer and time.perf_counter() < end:
-            semaphores.yield_core()
-            if semaphores.try_wait(address):
-                return True
-        return False
-
-    def _check_killed(self, lost_since: float | None) -> float | None:
+    def check_killed(self, lost_since: float | None) -> float | None:
         """Raise if a rank was killed or failed longer than the grace period ago; return when that was first seen."""
         killed = self._states.find_killed()
         if killed is None:
@@ -400,11 +443,6 @@ class Peers:
         if now - lost_since > _GRACE_SECONDS:
             raise self._break(killed)
         return lost_since
-
-    def _check_time(self, started: float, call: bytes, awaited: str, timeout_seconds: float | None = None) -> None:
-        limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        if time.monotonic() - started > limit:
-            raise self.time_out(call, awaited, limit)
 
     def _break(self, peer: int) -> GroupError:
         """Mark the group as broken because `peer` is lost or timed out, and publish it; return the error."""

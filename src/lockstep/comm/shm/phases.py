@@ -1,255 +1,198 @@
-"""Phases: the one way in which the ranks of a group hand each other data.
+"""Phases: the one way in which the ranks of a group hand each other data, in `native/shm.c`.
 
-In a phase every rank writes into its send buffer, waits until all have (`end_phase`), and reads from the others'.
-There are two send buffers per rank, used in turn, so one exchange of semaphores per phase is enough:
-
-    rank 0   write A0 | end 0 | read A1, write B0 | end 1 | read B1, write A0 | end 2 | ...
-    rank 1   write A1 | end 0 | read A0, write B1 | end 1 | read B0, write A1 | end 2 | ...
-
-A is written again only after phase 1 has ended, and a rank ends phase 1 only when it has read A. The first phase of a
-call carries its description, and every rank compares all of them: either all go on or all raise.
+Python looks after what takes long: while a phase is not over, `native/shm.c` returns from time to time, and the other
+ranks, the time and Ctrl-C are checked. The first phase of a call carries its description, and every rank compares all
+of them: either all go on or all raise.
 """
 
 import ctypes
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Final, final
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from lockstep.comm.calls import LONGEST_CALL, explain_mismatch
-from lockstep.comm.shm.arithmetic import Reduction, Step, reduce_into, reduction, schedule, schedule_nodes
-from lockstep.comm.shm.memory import Memory, read_text
+from lockstep.comm.shm import native, programs
+from lockstep.comm.shm.arithmetic import Reduction, reduce_into
+from lockstep.comm.shm.file_layout import HEAP_SPAN, PAGE
+from lockstep.comm.shm.memory import Memory, read_text, tensor_at
 from lockstep.comm.shm.peers import Peers
-from lockstep.errors import CollectiveMismatchError
+from lockstep.comm.shm.programs import Program, Ranks
+from lockstep.errors import CollectiveMismatchError, GroupError
 from lockstep.processes.user_line import find_user_line
-from lockstep.shards.tree import Node
 
-NOWHERE = -1
+NOWHERE: Final = -1
 """The location of a tensor that is not in the group's memory."""
 _TEXT: Final = 8
 """Where the text of a page begins, after the location."""
+_BLOCK_BYTES: Final = 16 << 10
+_LONGEST_SPIN_NS: Final = 100_000
+_FIRST_SPIN_NS: Final = 20_000
+DONE, WAITING, DIFFERENT, HAS_PLACES, NEEDS_TORCH = range(5)
+
+
+class Exchange(ctypes.Structure):
+    """The structure of this name in `native/shm.c`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("counter", "pages", "buffers", "scratch", "stop", "reached")),
+        *((name, ctypes.c_int64) for name in ("page_bytes", "buffer_bytes", "size", "rank", "at")),
+        *((name, ctypes.c_int64) for name in ("most_spin_ns", "spin_ns")),
+        *((name, ctypes.c_uint32) for name in ("arrivals", "parity", "has_arrived", "may_spin")),
+    )
 
 
 @final
 class PhaseExchange:
     def __init__(self, memory: Memory, peers: Peers) -> None:
+        layout = memory.layout
         self.rank = peers.rank
         self.size = peers.size
         self.global_ranks = peers.global_ranks
-        self.send_buffer_bytes = memory.layout.send_buffer_bytes
+        self.ranks = Ranks(peers.size, peers.rank, layout.send_buffer_bytes)
         self.memory = memory
         self._peers = peers
-        self._parity = 0
-        self._call = b""
         self.caller: str | int | None = None
         """Where the call was made: the user's line, or the thread that waits for the call; None for this thread."""
-        self._pages = [
-            [memory.address + memory.layout.call(rank, parity) for rank in range(peers.size)] for parity in (0, 1)
-        ]
+        self._scratch = ctypes.create_string_buffer(0)
+        self._library = native.load()
+        base = memory.address
+        self._state = Exchange(
+            counter=base + layout.arrivals,
+            pages=base + layout.call(0, 0),
+            buffers=base + layout.send_buffer(0, 0),
+            reached=base + layout.reached(0),
+            page_bytes=PAGE,
+            buffer_bytes=layout.send_buffer_bytes,
+            size=peers.size,
+            rank=peers.rank,
+            stop=peers.stop_address,
+            most_spin_ns=_LONGEST_SPIN_NS if peers.has_core else 0,
+            spin_ns=_FIRST_SPIN_NS if peers.has_core else 0,
+        )
+        self._state_address = ctypes.addressof(self._state)
 
-    def send_buffer(self, dtype: torch.dtype) -> Tensor:
-        """Return what this rank writes before the phase ends, as a flat tensor."""
-        return self.memory.send_buffer(self.rank, self._parity, dtype)
+    def run(
+        self,
+        program: Program,
+        addresses: Sequence[int] = (),
+        call: bytes = b"",
+        location: int = NOWHERE,
+        *,
+        how: tuple[Reduction, torch.dtype] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> bool:
+        """Run a program over memory at `addresses` (collective); return whether it has stopped at a location.
 
-    def received(self, rank: int, dtype: torch.dtype) -> Tensor:
-        """Return what `rank` wrote in the last phase, as a flat tensor; to be read before this phase ends."""
-        return self.memory.send_buffer(rank, 1 - self._parity, dtype)
-
-    def end_phase(self, timeout_seconds: float | None = None) -> None:
-        """End a phase (collective), in the time that the group allows or in another."""
-        self._peers.end_phase(self._call, timeout_seconds)
-        self._parity = 1 - self._parity
-
-    def compare_calls(self, call: bytes, location: int = NOWHERE, timeout_seconds: float | None = None) -> list[int]:
-        """End the first phase of a call, in which every rank publishes what it calls (collective).
-
-        Return the location in its heap that each rank gave for the call's tensor. If the calls differ, all ranks raise.
+        `call` is compared in a program that begins a call, and is what messages name in any; `how` is to reduce what
+        only torch can. If the calls differ, all ranks raise.
         """
-        self._call = call
-        pages, page = self._publish(call, location, timeout_seconds)
-        locations = [location] * self.size
-        for rank, address in enumerate(pages):
-            if rank != self.rank:
-                other = ctypes.string_at(address, len(page))
-                if other[8:] != page[8:]:
-                    raise self._explain_mismatch(pages)  # every rank finds a difference, so every rank is here
-                locations[rank] = struct.unpack_from("<q", other)[0]
-        return locations
+        code = self._go(program, addresses, call, location, how=how, timeout_seconds=timeout_seconds)
+        if code == DIFFERENT:
+            raise self._explain_mismatch()
+        return code == HAS_PLACES
 
-    def _publish(self, text: bytes, location: int, timeout_seconds: float | None) -> tuple[list[int], bytes]:
-        """End a phase in which every rank publishes a text; return where the texts are, and this rank's page."""
-        pages = self._pages[self._parity]
-        page = struct.pack("<qi", location, len(text)) + text
-        ctypes.memmove(pages[self.rank], page, len(page))
-        self.end_phase(timeout_seconds)
-        return pages, page
+    def compare_calls(self, call: bytes, timeout_seconds: float | None = None) -> None:
+        """Return when every rank has made this call, or raise on all alike if they differ (collective)."""
+        self.run(programs.barrier(), (), call, timeout_seconds=timeout_seconds)
 
-    def _explain_mismatch(self, pages: Sequence[int]) -> CollectiveMismatchError:
+    def locations(self, num_bytes: int) -> list[int]:
+        """Return the location in its heap that each rank has published in the phase that is over; checked."""
+        found = [struct.unpack_from("<q", ctypes.string_at(self._page(rank), _TEXT))[0] for rank in range(self.size)]
+        for rank, location in enumerate(found):
+            if location != NOWHERE and not 0 <= location <= HEAP_SPAN - num_bytes:
+                raise GroupError(
+                    f"Rank {self.global_ranks[rank]} has published {location} as the place of a tensor in the group's "
+                    "memory, which is not in it. Some program has overwritten that memory. (LS213)"
+                )
+        return found
+
+    def _go(
+        self,
+        program: Program,
+        addresses: Sequence[int],
+        call: bytes,
+        location: int = NOWHERE,
+        *,
+        how: tuple[Reduction, torch.dtype] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> int:
+        """Run a program, and return why it has stopped (collective)."""
+        if program.num_scratch * _BLOCK_BYTES > len(self._scratch):
+            self._scratch = ctypes.create_string_buffer(program.num_scratch * _BLOCK_BYTES)
+            self._state.scratch = ctypes.addressof(self._scratch)
+        state = self._state
+        state.at = 0
+        state.may_spin = self._peers.may_spin
+        table = array("q", addresses)
+        arguments = (self._state_address, program.address, table.buffer_info()[0], call, len(call), location)
+        try:
+            code: int = self._library.lockstep_run(*arguments)
+            while code in {NEEDS_TORCH, WAITING}:
+                if code == NEEDS_TORCH:
+                    self._reduce_by_torch(program, addresses, how)
+                    code = self._library.lockstep_run(*arguments)
+                else:
+                    code = self._wait(call, lambda: self._library.lockstep_run(*arguments), timeout_seconds)
+        except BaseException:
+            # The phase failed here, so the others must not find it over.
+            self._library.lockstep_withdraw(self._state_address)
+            raise
+        return code
+
+    def _wait(self, call: bytes, go_on: Callable[[], int], timeout_seconds: float | None) -> int:
+        """Look after the other ranks until the phase is over; return why `go_on` has returned then."""
+        code = WAITING
+        missing = self._missing()
+        with self._peers.long_wait(call, missing[0] if missing else None, timeout_seconds) as wait:
+            while code == WAITING:
+                wait.look(self._missing)
+                code = go_on()
+        return code
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that have not come to the end of the phase in which this one waits."""
+        words = [
+            ctypes.c_uint32.from_address(self.memory.address + self.memory.layout.reached(rank)).value
+            for rank in range(self.size)
+        ]
+        return [rank for rank, word in enumerate(words) if (word - self._state.arrivals) & 1 << 31]
+
+    def _page(self, rank: int) -> int:
+        """Return where the page of a rank is that was published in the phase that is over."""
+        return self.memory.address + self.memory.layout.call(rank, 1 - self._state.parity)
+
+    def _reduce_by_torch(
+        self, program: Program, addresses: Sequence[int], how: tuple[Reduction, torch.dtype] | None
+    ) -> None:
+        assert how is not None
+        row = programs.read_reduction(program, self._state.at)
+
+        def tensor(place: int) -> Tensor:
+            base, offset = divmod(place, 1 << programs.PLACE_BITS)
+            if base < 2 * self.size:
+                parity = self._state.parity if base < self.size else 1 - self._state.parity
+                start = self.memory.address + self.memory.layout.send_buffer(base % self.size, parity)
+            else:
+                start = addresses[base - 2 * self.size]
+            return tensor_at(start + offset, how[1], row.num_elements)
+
+        copies = [tensor(place) for place in row.copies]
+        reduce_into(tensor(row.out), [tensor(place) for place in row.parts], how[0], row.steps, copies)
+        self._state.at += row.row_length
+
+    def _explain_mismatch(self) -> CollectiveMismatchError:
         """Exchange the lines of the users' code too, and return the error for different calls (collective)."""
-        calls = [read_text(where + _TEXT, LONGEST_CALL) for where in pages]
+        calls = self._read_pages()
         line = self.caller if isinstance(self.caller, str) else find_user_line(self.caller)
-        places, _ = self._publish(line.encode()[:LONGEST_CALL], NOWHERE, None)
-        lines = [read_text(where + _TEXT, LONGEST_CALL).decode(errors="replace") for where in places]
+        self._go(programs.barrier(), (), line.encode()[:LONGEST_CALL])
+        lines = [line.decode(errors="replace") for line in self._read_pages()]
         return explain_mismatch(
             dict(zip(self.global_ranks, calls, strict=True)), dict(zip(self.global_ranks, lines, strict=True))
         )
 
-
-# The all-reduce: a reduce-scatter and an all-gather in one pipeline of phases.
-#
-# Ranks hold *parts*, one or several each; the sum of all of them, in tree order, goes into the result on every rank. A
-# long tensor is cut into chunks and every chunk into one segment per rank. Phase i of n + 1, for rank r:
-#
-#     1 write   of its parts of chunk i: the segments that others own; and, from step 4 of the phase before, the reduced
-#               segment r of chunk i - 1
-#     2 end the phase
-#     3 read    the reduced segments of chunk i - 1 from their owners
-#     4 reduce  segment r of chunk i, from all ranks' send buffers, into the result and into the next send buffer
-#
-# A send buffer has room for the segments of one chunk, for each rank one place per part:
-#
-#     | segment 0 of part 0, of part 1, ... | segment 1 of part 0, of part 1, ... | ...
-#                                            ^ rank 1 writes its reduced segment here: no other rank's goes there
-
-_ALIGNMENT: Final = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartialReduction:
-    """What is reduced, as one rank sees it."""
-
-    parts: Sequence[Tensor]
-    """What this rank holds: flat, of one length and dtype."""
-    out: Tensor
-    """Where the result goes: likewise; may be one of the parts."""
-    how: Reduction
-    holders: Sequence[tuple[int, int]]
-    """For every part of the group, in tree order: its rank, and its number among the parts of that rank."""
-    steps: Sequence[Step]
-    """The additions, over the parts in that order."""
-    num_slots: int
-    """Most parts that a rank holds."""
-
-
-def one_per_rank(exchange: PhaseExchange, tensor: Tensor, how: Reduction) -> PartialReduction:
-    """Describe the reduction of one tensor of each rank, in place."""
-    return PartialReduction(
-        parts=[tensor],
-        out=tensor,
-        how=how,
-        holders=[(rank, 0) for rank in range(exchange.size)],
-        steps=schedule(exchange.size),
-        num_slots=1,
-    )
-
-
-def several_per_rank(
-    parts: Sequence[Tensor], out: Tensor, layout: Sequence[Sequence[Node]], num_shards: int
-) -> PartialReduction:
-    placed = sorted((node, (rank, slot)) for rank, nodes in enumerate(layout) for slot, node in enumerate(nodes))
-    return PartialReduction(
-        parts=[part.data for part in parts],
-        out=out.data,
-        how=reduction(ReduceOp.SUM, out.dtype),
-        holders=[holder for _, holder in placed],
-        steps=schedule_nodes(tuple(node for node, _ in placed), num_shards),
-        num_slots=max(len(nodes) for nodes in layout),
-    )
-
-
-def run_short(exchange: PhaseExchange, reduction: PartialReduction, call: bytes) -> None:
-    """Reduce parts that fit a send buffer whole: every rank reads all of them (collective)."""
-    out = reduction.out
-    length = out.numel()
-    mine = exchange.send_buffer(out.dtype)
-    for number, part in enumerate(reduction.parts):
-        mine[number * length : (number + 1) * length].copy_(part)
-    exchange.compare_calls(call)
-    found = [
-        exchange.received(rank, out.dtype)[number * length : (number + 1) * length]
-        for rank, number in reduction.holders
-    ]
-    reduce_into(out, found, reduction.how, reduction.steps)
-
-
-def write_chunk(exchange: PhaseExchange, reduction: PartialReduction, number: int) -> None:
-    """Do step 1 for a chunk."""
-    room = _room_per_part(exchange, reduction)
-    mine = exchange.send_buffer(reduction.out.dtype)
-    for slot, part in enumerate(reduction.parts):
-        for rank, piece in enumerate(_segments(exchange, reduction, part, number)):
-            if rank != exchange.rank:
-                start = (rank * reduction.num_slots + slot) * room
-                mine[start : start + piece.numel()].copy_(piece)
-
-
-def run_after_first_phase(exchange: PhaseExchange, reduction: PartialReduction) -> None:
-    """Do all that comes after the first chunk was written and its phase ended (collective)."""
-    num_chunks = -(-reduction.out.numel() // (_room_per_part(exchange, reduction) * exchange.size))
-    _reduce_chunk(exchange, reduction, 0)
-    for number in range(1, num_chunks + 1):
-        write_chunk(exchange, reduction, number)
-        exchange.end_phase()
-        _read_chunk(exchange, reduction, number - 1)
-        _reduce_chunk(exchange, reduction, number)
-
-
-def share(length: int, num_ranks: int, rank: int, element_bytes: int) -> slice:
-    """Return the elements that `rank` owns of `length`: equal shares that begin on a cache line."""
-    align = max(_ALIGNMENT // element_bytes, 1)
-    size = -(-length // (num_ranks * align)) * align
-    return slice(min(rank * size, length), min((rank + 1) * size, length))
-
-
-def room_per_rank(exchange: PhaseExchange, element_bytes: int, num_slots: int = 1) -> int:
-    """Return how many elements of its send buffer a rank has for each rank, or for each of its parts and each rank."""
-    align = max(_ALIGNMENT // element_bytes, 1)
-    return exchange.send_buffer_bytes // (element_bytes * exchange.size * num_slots) // align * align
-
-
-def _room_per_part(exchange: PhaseExchange, reduction: PartialReduction) -> int:
-    return room_per_rank(exchange, reduction.out.element_size(), reduction.num_slots)
-
-
-def _read_chunk(exchange: PhaseExchange, reduction: PartialReduction, number: int) -> None:
-    room = _room_per_part(exchange, reduction)
-    for rank, piece in enumerate(_segments(exchange, reduction, reduction.out, number)):
-        if rank != exchange.rank:
-            start = rank * reduction.num_slots * room
-            piece.copy_(exchange.received(rank, piece.dtype)[start : start + piece.numel()])
-
-
-def _reduce_chunk(exchange: PhaseExchange, reduction: PartialReduction, number: int) -> None:
-    room = _room_per_part(exchange, reduction)
-    own = _own_segment(exchange, reduction, reduction.out, number)
-    if not own.numel():
-        return
-    first = exchange.rank * reduction.num_slots * room
-    parts = []
-    for rank, slot in reduction.holders:
-        if rank == exchange.rank:
-            parts.append(_own_segment(exchange, reduction, reduction.parts[slot], number))
-        else:
-            start = first + slot * room
-            parts.append(exchange.received(rank, own.dtype)[start : start + own.numel()])
-    place = exchange.send_buffer(own.dtype)[first : first + own.numel()]
-    reduce_into(own, parts, reduction.how, reduction.steps, copies=[place])
-
-
-def _segments(exchange: PhaseExchange, reduction: PartialReduction, tensor: Tensor, number: int) -> list[Tensor]:
-    chunk = _chunk(exchange, reduction, tensor, number)
-    return [chunk[share(chunk.numel(), exchange.size, rank, chunk.element_size())] for rank in range(exchange.size)]
-
-
-def _own_segment(exchange: PhaseExchange, reduction: PartialReduction, tensor: Tensor, number: int) -> Tensor:
-    chunk = _chunk(exchange, reduction, tensor, number)
-    return chunk[share(chunk.numel(), exchange.size, exchange.rank, chunk.element_size())]
-
-
-def _chunk(exchange: PhaseExchange, reduction: PartialReduction, tensor: Tensor, number: int) -> Tensor:
-    length = _room_per_part(exchange, reduction) * exchange.size
-    return tensor[number * length : (number + 1) * length]
+    def _read_pages(self) -> list[bytes]:
+        return [read_text(self._page(rank) + _TEXT, LONGEST_CALL) for rank in range(self.size)]

@@ -224,17 +224,18 @@ class WorkQueue:
 
     def run(self, action: Callable[[], int | None], tensors: Sequence[Tensor]) -> Work:
         """Run `action` in order and return when it is done; at once and in this thread if the queue is empty."""
-
-        def run_if(has_lock: bool) -> bool:
-            if has_lock:
-                action()
-            return has_lock
-
-        if not self._queue:
+        lock = self._run_lock
+        # As `_try_lock` does, in fewer steps.
+        if not self._queue and not lock._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001
             try:
-                if self._try_lock(run_if):
+                if lock.acquire(blocking=False):
+                    action()
                     return CompletedWork(tensors)
             finally:
+                try:  # noqa: SIM105
+                    lock.release()
+                except RuntimeError:  # another thread has it
+                    pass
                 if self._queue:
                     self.start()
         call = QueuedWork(action, tensors, self)
@@ -406,7 +407,7 @@ class CallRunner:
             self.check_usable()
             event = self._events.begin(number, call, tensors)
             self._exchange.caller = caller
-            self._peers.spins_longer = not self._work_queue.is_in_background
+            self._peers.may_spin = not self._work_queue.is_in_background
             try:
                 action()
             except CollectiveMismatchError:
@@ -419,12 +420,9 @@ class CallRunner:
             finally:
                 self._events.end(event)
 
-        run = guarded
-        if any(tensor.is_inference() for tensor in tensors):
-            run = torch.inference_mode()(guarded)
         if is_async:
-            return self._work_queue.put(run, tensors)
-        return self._work_queue.run(run, tensors)
+            return self._work_queue.put(guarded, tensors)
+        return self._work_queue.run(guarded, tensors)
 
     @property
     def num_calls(self) -> int:

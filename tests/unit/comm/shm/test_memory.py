@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import mmap
 import os
 import sys
 import threading
@@ -14,10 +13,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lockstep.comm.shm import semaphores
-from lockstep.comm.shm.file_layout import NUM_KINDS, PAGE, SEMAPHORE_BYTES, FileLayout
-from lockstep.comm.shm.memory import Memory, create_file
-from lockstep.comm.shm.semaphores import Sleepers
+from lockstep.comm.shm.file_layout import LINE, PAGE, FileLayout
+from lockstep.comm.shm.memory import Memory, create_file, tensor_at
+from lockstep.comm.shm.peers import Counter, Peers
+from lockstep.comm.shm.rendezvous import GroupHandles
 from lockstep.errors import GroupError
 
 LAYOUT = FileLayout(2, send_buffer_bytes=PAGE, slot_bytes=PAGE)
@@ -47,14 +46,8 @@ def test_the_file_has_its_full_length_and_no_pages() -> None:
         os.close(descriptor)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.complex128, torch.bool])
-def test_an_outbox_is_seen_by_the_other_rank(pair: tuple[Memory, Memory], dtype: torch.dtype) -> None:
-    mine, theirs = pair[0].send_buffer(0, 1, dtype), pair[1].send_buffer(0, 1, dtype)
-    assert mine.nbytes == LAYOUT.send_buffer_bytes
-    mine[:3] = torch.tensor([1, 0, 1]).to(dtype)
-    assert torch.equal(theirs[:3], mine[:3])
-    for rank, parity in ((0, 0), (1, 0), (1, 1)):
-        assert not pair[1].send_buffer(rank, parity, torch.uint8).any()
+def seen_by(memory: Memory, rank: int, place: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+    return tensor_at(memory.peer_address(rank, place, count * dtype.itemsize), dtype, count)
 
 
 def test_an_allocation_is_found_by_the_other_rank(pair: tuple[Memory, Memory]) -> None:
@@ -64,7 +57,7 @@ def test_an_allocation_is_found_by_the_other_rank(pair: tuple[Memory, Memory]) -
     second.copy_(torch.tensor([7.0, 8.0, 9.0]))
     for tensor in (first, second, first[1:4000], first[4999:]):
         place = pair[0].locate(tensor)
-        found = pair[1].peer_tensor(0, place, tensor.numel(), torch.float32)
+        found = seen_by(pair[1], 0, place, torch.float32, tensor.numel())
         assert torch.equal(found, tensor)
         found += 1
         assert torch.equal(found, tensor)
@@ -74,7 +67,6 @@ def test_other_tensors_are_not_in_the_heap(pair: tuple[Memory, Memory]) -> None:
     allocated = pair[0].allocate(10, torch.int64)
     assert pair[0].locate(torch.empty(10)) == -1
     assert pair[1].locate(allocated) == -1
-    assert pair[0].locate(pair[0].send_buffer(0, 0, torch.uint8)) == -1
 
 
 def test_memory_of_tensors_that_are_gone_is_given_back(pair: tuple[Memory, Memory]) -> None:
@@ -84,7 +76,7 @@ def test_memory_of_tensors_that_are_gone_is_given_back(pair: tuple[Memory, Memor
     before = used()
     tensor = pair[0].allocate(1 << 20, torch.uint8).fill_(1)
     place = pair[0].locate(tensor)
-    assert pair[1].peer_tensor(0, place, 10, torch.uint8).sum() == 10
+    assert seen_by(pair[1], 0, place, torch.uint8, 10).sum() == 10
     view = tensor[100:200]
     assert used() >= before + (1 << 20)
     del tensor
@@ -118,12 +110,11 @@ def holds_in_child(claim: Callable[[], bool]) -> bool:
 
 
 def test_inference_mode_leaves_no_tensors_of_its_own_behind(pair: tuple[Memory, Memory]) -> None:
-    # An evaluation before the first step of a training once made its outboxes useless for all that followed.
+    # An evaluation before the first step of a training once made its buffers useless for all that followed.
     with torch.inference_mode():
-        pair[0].send_buffer(0, 0, torch.float32)
         allocated = pair[0].allocate(10, torch.float32)
-        seen = pair[1].peer_tensor(0, pair[0].locate(allocated), 10, torch.float32)
-    assert not any(tensor.is_inference() for tensor in (pair[0].send_buffer(0, 0, torch.float32), allocated, seen))
+        seen = seen_by(pair[1], 0, pair[0].locate(allocated), torch.float32, 10)
+    assert not any(tensor.is_inference() for tensor in (allocated, seen))
     allocated += 1.0
     assert seen.sum() == 10
 
@@ -197,7 +188,11 @@ CACHE_LINE = 64
 def regions(layout: FileLayout) -> list[tuple[int, int]]:
     """Return the first byte and the end of everything that lies in the file, rising."""
     ranks = range(layout.size)
-    found = [(place, place + SEMAPHORE_BYTES) for place in layout.semaphores()]
+    found = [(layout.arrivals, layout.arrivals + LINE)]
+    for rank in ranks:
+        places = [layout.reached(rank), layout.messages(rank)]
+        places += [place for peer in ranks for place in (layout.full(rank, peer), layout.free(rank, peer))]
+        found += [(place, place + LINE) for place in places]
     found += [(layout.state(rank), layout.state(rank) + PAGE) for rank in ranks]
     for rank in ranks:
         for parity in (0, 1):
@@ -232,101 +227,62 @@ def test_what_is_mapped_begins_on_a_page(size: int) -> None:
         assert layout.send_buffer(rank, 1) % CACHE_LINE == 0
 
 
-@SIZES
-def test_every_pair_has_one_semaphore_of_each_kind(size: int) -> None:
-    layout = FileLayout(size)
-    places = {
-        layout.semaphore(kind, source, target)
-        for kind in range(NUM_KINDS)
-        for source in range(size)
-        for target in range(size)
-    }
-    assert sorted(places) == list(layout.semaphores())
-    assert len(places) == NUM_KINDS * size * size
-
-
 def test_the_control_area_ends_where_channels_begin() -> None:
     layout = FileLayout(3, send_buffer_bytes=PAGE, slot_bytes=PAGE)
     assert layout.control_bytes == layout.channel(0, 0)
     assert layout.channel_bytes == 4 * PAGE
 
 
-# -- Semaphores in memory that is shared, here between threads ---------------------------------------------------------
+# -- Counters in memory that is shared, here between threads -----------------------------------------------------------
 
 
 @pytest.fixture
-def semaphore() -> Iterator[int]:
-    mapping = mmap.mmap(-1, mmap.PAGESIZE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    semaphores.create(address)
-    yield address
-    del mapping
+def peers(pair: tuple[Memory, Memory]) -> Peers:
+    return Peers(pair[0], 0, GroupHandles(descriptor=-1, pidfds={}, pids={}), 1.0, [0, 1])
 
 
-def test_what_was_posted_can_be_taken_once(semaphore: int) -> None:
-    assert not semaphores.try_wait(semaphore)
-    semaphores.post(semaphore)
-    semaphores.post(semaphore)
-    assert [semaphores.try_wait(semaphore) for _ in range(3)] == [True, True, False]
+def test_what_was_added_is_taken_once(peers: Peers) -> None:
+    place = LAYOUT.full(1, 0)
+    sender, counter = Counter(peers, place), Counter(peers, place)
+    assert not counter.try_take()
+    sender.add()
+    sender.add()
+    assert [counter.try_take() for _ in range(3)] == [True, True, False]
+    sender.add()
+    counter.take_all()
+    assert not counter.try_take()
 
 
-def test_a_post_wakes_a_waiter(semaphore: int) -> None:
+def test_counters_go_on_from_their_largest_value(pair: tuple[Memory, Memory], peers: Peers) -> None:
+    place = LAYOUT.full(1, 0)
+    ctypes.c_uint32.from_address(pair[0].address + place).value = 0xFFFFFFFF
+    counter = Counter(peers, place)
+    counter.take_all()
+    counter.add()
+    assert [counter.try_take() for _ in range(2)] == [True, False]
+
+
+def test_an_addition_ends_a_sleep_and_so_does_time(peers: Peers) -> None:
+    counter = Counter(peers, LAYOUT.full(1, 0))
+    started = time.monotonic()
+    counter.sleep()
+    assert 0.04 <= time.monotonic() - started < 10
     taken = threading.Event()
 
     def wait() -> None:
-        while not semaphores.wait(semaphore, 1.0):
-            pass
+        while not counter.try_take():
+            counter.sleep()
         taken.set()
 
-    waiter = threading.Thread(target=wait, daemon=True)
-    waiter.start()
-    semaphores.post(semaphore)
+    threading.Thread(target=wait, daemon=True).start()
+    Counter(peers, LAYOUT.full(1, 0)).add()
     assert taken.wait(10)
 
 
-def test_a_wait_ends_in_time(semaphore: int) -> None:
+def test_all_sleeps_end_when_the_calls_of_a_group_are_ended(peers: Peers) -> None:
+    peers.end_calls(GroupError("ended"))
     started = time.monotonic()
-    assert not semaphores.wait(semaphore, 0.02)
-    assert time.monotonic() - started >= 0.015
-    semaphores.post(semaphore)
-    assert semaphores.wait(semaphore, 0.0)
-
-
-def test_a_post_is_not_repeated_while_nobody_takes_it(semaphore: int) -> None:
-    for _ in range(3):
-        semaphores.post_if_zero(semaphore)
-    assert [semaphores.try_wait(semaphore) for _ in range(2)] == [True, False]
-
-
-def test_a_semaphore_fits_its_place() -> None:
-    mapping = mmap.mmap(-1, mmap.PAGESIZE)
-    mapping[:] = b"x" * mmap.PAGESIZE
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    semaphores.create(address)
-    semaphores.post(address)
-    assert semaphores.wait(address, 0.01)
-    assert mapping[SEMAPHORE_BYTES:] == b"x" * (mmap.PAGESIZE - SEMAPHORE_BYTES)
-
-
-# -- Threads that sleep at semaphores are woken when the group cannot be used any more ---------------------------------
-
-
-def test_all_sleeps_end_and_nobody_takes_what_woke_another_for_a_post() -> None:
-    memory = ctypes.create_string_buffer(64)
-    address = ctypes.addressof(memory)
-    semaphores.create(address)
-    sleepers = Sleepers()
-    semaphores.post(address)
-    assert sleepers.sleep(address, 50)
-    assert not sleepers.sleep(address, 0.001)
-    taken: list[bool] = []
-    threads = [threading.Thread(target=lambda: taken.append(sleepers.sleep(address, 50))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    while sleepers.counts[address] < len(threads):
-        threading.Event().wait(0.001)
-    sleepers.end()
-    for thread in threads:
-        thread.join(20)
-    assert taken == [False] * 3
-    assert not sleepers.sleep(address, 50)
+    for place in (LAYOUT.full(1, 0), LAYOUT.free(0, 1), LAYOUT.messages(0)):
+        for _ in range(100):
+            Counter(peers, place).sleep()
+    assert time.monotonic() - started < 5  # 300 sleeps of 50 ms otherwise

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from lockstep.comm import hosts
 from lockstep.comm.hosts import GroupHosts, GroupMembers
 from lockstep.comm.shm import rendezvous
-from lockstep.comm.shm.file_layout import PHASE, FileLayout
+from lockstep.comm.shm.file_layout import FileLayout
 from lockstep.comm.shm.memory import Memory, create_file
-from lockstep.comm.shm.peers import Peers
+from lockstep.comm.shm.peers import Counter, Peers
 from lockstep.comm.stored_values import Deadline
 from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError
 from lockstep.recording import EventKind, open_recorder, own_recorder
@@ -121,7 +121,7 @@ def test_a_wait_for_any_rank_that_fails_is_over_in_the_recording(tmp_path: Path)
         memory = Memory(create_file(layout), layout, 0)
         peers = Peers(memory, 0, rendezvous.GroupHandles(descriptor=0, pidfds={}, pids={0: os.getpid()}), 0.01, [0])
         with pytest.raises(CollectiveTimeoutError):
-            peers.wait_for_any([], peers.semaphore(PHASE, 0, 0), b"recv", lambda: None)
+            peers.wait_for_any([], Counter(peers, layout.messages(0)), b"recv", lambda: None)
     finally:
         recorder.close()
     (found,) = read_recording(tmp_path)

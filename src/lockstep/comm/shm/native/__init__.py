@@ -7,14 +7,26 @@ Only Python's own library is imported here.
 import ctypes
 import functools
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 _FOLDER = Path(__file__).parent
 _IS_CLONE = (_FOLDER.parents[4] / "hatch_build.py").exists()
 _OPTIONS = "-e ." if _IS_CLONE else "--force-reinstall --no-deps --no-cache-dir lockstep-ddp"
 _AGAIN = f"install the package again: pip install {_OPTIONS}"
 _DIGEST_BYTES: Final = 32
+_ADDRESS, _NUMBER, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
+_SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
+    "lockstep_raise": (_WORD, (_ADDRESS,)),
+    "lockstep_read": (_WORD, (_ADDRESS,)),
+    "lockstep_wait": (ctypes.c_int, (_ADDRESS, _WORD, _NUMBER, _NUMBER, _ADDRESS)),
+    "lockstep_wake": (None, (_ADDRESS,)),
+    "lockstep_fence": (None, ()),
+    "lockstep_adds": (ctypes.c_int, (_NUMBER,)),
+    "lockstep_run": (ctypes.c_int, (_ADDRESS, _ADDRESS, _ADDRESS, ctypes.c_char_p, _NUMBER, _NUMBER)),
+    "lockstep_withdraw": (ctypes.c_int, (_ADDRESS,)),
+}
 
 
 def load() -> ctypes.CDLL:
@@ -52,4 +64,7 @@ def _find(folder: Path) -> tuple[ctypes.CDLL | None, str]:
     built_from = library.lockstep_shm_source().decode("ascii")
     if source.exists() and built_from != hashlib.sha256(source.read_bytes()).hexdigest():
         return None, f"{path.name} was compiled from another shm.c; {_AGAIN}"
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library, ""

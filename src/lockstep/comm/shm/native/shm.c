@@ -1,10 +1,425 @@
-/* What ranks do in the memory that they share. Plain C11 for Linux, compiled by hatch_build.py. */
+/* Phases over shared memory: what the ranks of a group do between two returns to Python, without the interpreter lock.
+ *
+ * A collective is a *program*: rows of 64-bit numbers that Python makes (`programs.py`), which copy, add, and end phases.
+ * `lockstep_run` goes through it. It returns before the end where Python has something to do: look after the other ranks
+ * while it waits, explain calls that differ, find where the ranks' tensors lie, or reduce what is not added here.
+ *
+ * In a phase every rank writes into its send buffer, arrives, waits until all have arrived, and reads from the others'.
+ * There are two send buffers per rank, used in turn, so a phase needs one wait:
+ *
+ *     rank 0   write A0 | arrive | wait | read A1, write B0 | arrive | wait | read B1, write A0 | ...
+ *     rank 1   write A1 | arrive | wait | read A0, write B1 | arrive | wait | read B0, write A1 | ...
+ *
+ * A is written again only after the phase of B is over, and a rank arrives there only when it has read A.
+ *
+ * [Note: memory order] All ranks arrive at one counter, with an atomic addition that releases what they have written;
+ * whoever reads a sum that says "all have arrived" acquires what each of them wrote before it: additions by others in
+ * between continue the release sequence (C11, 5.1.2.4). Nothing else orders data between processes. The number of
+ * sleepers is raised before the counter is read again, and read after the counter was raised, all of it sequentially
+ * consistent: of a sleeper and a waker at least one sees the other.
+ *
+ * A process may be killed anywhere: it leaves an arrival more or less, or a sleeper that is none, which costs the others a
+ * system call in vain and nothing else.
+ */
+
+#define _GNU_SOURCE /* syscall, clock_gettime */
+#include <errno.h>
+#include <linux/futex.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
+#if defined(__clang__)
+#define ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define ELEMENTWISE _Pragma("GCC ivdep")
+#endif
 
-EXPORT const char *lockstep_shm_source(void);
+EXPORT const char *lockstep_shm_source(void) { return LOCKSTEP_SHM_SOURCE; }
 
-/* SHA-256 of this file as it was compiled, which `load` compares with the file beside the library. */
-EXPORT const char *lockstep_shm_source(void) {
-    return LOCKSTEP_SHM_SOURCE;
+/* -- Counters: how processes wait for each other ------------------------------------------------------------------- */
+
+typedef struct {
+    _Atomic uint32_t value;
+    _Atomic uint32_t sleepers;
+} Counter;
+
+enum { SPINS_BETWEEN_CLOCKS = 32 };
+
+static int64_t nanoseconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static void relax(void)
+{
+#if defined(__x86_64__)
+    __asm__ volatile("pause" ::: "memory");
+#elif defined(__aarch64__)
+    __asm__ volatile("yield" ::: "memory");
+#endif
+}
+
+/* Whether a counter, which goes on from its largest value to 0, has come to `target`. */
+static int has_reached(uint32_t value, uint32_t target) { return (int32_t)(value - target) >= 0; }
+
+static void wake(Counter *counter)
+{
+    if (atomic_load(&counter->sleepers) != 0)
+        syscall(SYS_futex, &counter->value, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+}
+
+/* Wait until the counter has come to `target`: first busily, then asleep. Return 0 after `sleep_ns`, at a signal, or when
+ * another thread of this process says `stop`. */
+static int wait_until(Counter *counter, uint32_t target, int64_t spin_ns, int64_t sleep_ns, _Atomic int32_t *stop)
+{
+    if (has_reached(atomic_load_explicit(&counter->value, memory_order_acquire), target))
+        return 1;
+    if (spin_ns > 0) {
+        int64_t end = nanoseconds() + spin_ns;
+        do {
+            for (int i = 0; i < SPINS_BETWEEN_CLOCKS; i++) {
+                relax();
+                if (has_reached(atomic_load_explicit(&counter->value, memory_order_acquire), target))
+                    return 1;
+            }
+        } while (nanoseconds() < end);
+    }
+    int reached;
+    int64_t end = nanoseconds() + sleep_ns;
+    atomic_fetch_add(&counter->sleepers, 1);
+    for (;;) {
+        uint32_t value = atomic_load(&counter->value);
+        int64_t left = end - nanoseconds();
+        reached = has_reached(value, target);
+        if (reached || left <= 0 || atomic_load(stop))
+            break;
+        struct timespec limit = {left / 1000000000, left % 1000000000};
+        if (syscall(SYS_futex, &counter->value, FUTEX_WAIT, value, &limit, NULL, 0) != 0 && errno == EINTR)
+            break;
+    }
+    atomic_fetch_sub(&counter->sleepers, 1);
+    return reached;
+}
+
+/* Raise a counter by one, after all that this thread has written; return the value before. */
+EXPORT uint32_t lockstep_raise(Counter *counter)
+{
+    uint32_t before = atomic_fetch_add(&counter->value, 1);
+    wake(counter);
+    return before;
+}
+
+EXPORT uint32_t lockstep_read(Counter *counter)
+{
+    return atomic_load_explicit(&counter->value, memory_order_acquire);
+}
+
+EXPORT int lockstep_wait(Counter *counter, uint32_t target, int64_t spin_ns, int64_t sleep_ns, _Atomic int32_t *stop)
+{
+    return wait_until(counter, target, spin_ns, sleep_ns, stop);
+}
+
+/* Let whoever sleeps at a counter look again, a thread of this process for which `stop` was set among them. */
+EXPORT void lockstep_wake(Counter *counter) { wake(counter); }
+
+/* Order all that this thread has written before what it writes from now on, and what it has read likewise. */
+EXPORT void lockstep_fence(void) { atomic_thread_fence(memory_order_seq_cst); }
+
+/* -- Adding ---------------------------------------------------------------------------------------------------------- */
+
+/* With the bits of torch.add: one rounding for each addition, half precision in single precision. The sign and the
+ * payload of a NaN are not promised, by torch neither. The output may be an operand. */
+
+enum { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT8, INT16, INT32, INT64, NUM_KINDS };
+
+static const int64_t ELEMENT_BYTES[NUM_KINDS] = {4, 8, 2, 2, 1, 2, 4, 8};
+
+typedef void Add(void *out, const void *left, const void *right, int64_t count);
+
+static inline uint16_t bfloat16_sum(uint16_t left, uint16_t right)
+{
+    uint32_t bits[2] = {(uint32_t)left << 16, (uint32_t)right << 16};
+    float values[2], sum;
+    memcpy(values, bits, sizeof values);
+    sum = values[0] + values[1];
+    uint32_t found;
+    memcpy(&found, &sum, sizeof found);
+    uint32_t rounded = (found + 0x7fff + ((found >> 16) & 1)) >> 16;
+    return (uint16_t)(sum == sum ? rounded : 0x7fc0);
+}
+
+#define PLUS(left, right) ((left) + (right))
+#define ADDITION(target, name, type, sum)                                                                              \
+    target static void name(void *out, const void *left, const void *right, int64_t count)                            \
+    {                                                                                                                  \
+        type *o = out;                                                                                                 \
+        const type *l = left, *r = right;                                                                              \
+        ELEMENTWISE for (int64_t i = 0; i < count; i++) o[i] = (type)sum(l[i], r[i]);                                  \
+    }
+/* Unsigned, so that they wrap around. */
+#define ADDITIONS(target, suffix)                                                                                      \
+    ADDITION(target, add_float32_##suffix, float, PLUS)                                                                \
+    ADDITION(target, add_float64_##suffix, double, PLUS)                                                               \
+    ADDITION(target, add_bfloat16_##suffix, uint16_t, bfloat16_sum)                                                    \
+    ADDITION(target, add_int8_##suffix, uint8_t, PLUS)                                                                 \
+    ADDITION(target, add_int16_##suffix, uint16_t, PLUS)                                                               \
+    ADDITION(target, add_int32_##suffix, uint32_t, PLUS)                                                               \
+    ADDITION(target, add_int64_##suffix, uint64_t, PLUS)
+#define LIST(suffix, float16)                                                                                          \
+    {add_float32_##suffix, add_float64_##suffix, add_bfloat16_##suffix, float16,                                       \
+     add_int8_##suffix,    add_int16_##suffix,   add_int32_##suffix,    add_int64_##suffix}
+
+ADDITIONS(, plain)
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define AVX2 __attribute__((target("avx2,f16c")))
+ADDITIONS(AVX2, avx2)
+
+AVX2 static void add_float16_avx2(void *out, const void *left, const void *right, int64_t count)
+{
+    uint16_t *o = out;
+    const uint16_t *l = left, *r = right;
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        __m256 sum = _mm256_add_ps(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(l + i))),
+                                   _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(r + i))));
+        _mm_storeu_si128((__m128i *)(o + i), _mm256_cvtps_ph(sum, _MM_FROUND_TO_NEAREST_INT));
+    }
+    for (; i < count; i++)
+        o[i] = _cvtss_sh(_cvtsh_ss(l[i]) + _cvtsh_ss(r[i]), _MM_FROUND_TO_NEAREST_INT);
+}
+
+static Add *const PLAIN[NUM_KINDS] = LIST(plain, NULL);
+static Add *const FAST[NUM_KINDS] = LIST(avx2, add_float16_avx2);
+
+static Add *const *additions(void)
+{
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? FAST : PLAIN;
+}
+#else
+#if defined(__aarch64__)
+ADDITION(, add_float16, __fp16, PLUS)
+static Add *const PLAIN[NUM_KINDS] = LIST(plain, add_float16);
+#else
+static Add *const PLAIN[NUM_KINDS] = LIST(plain, NULL);
+#endif
+static Add *const *additions(void) { return PLAIN; }
+#endif
+
+/* Whether tensors of a kind are added here. */
+EXPORT int lockstep_adds(int64_t kind) { return kind >= 0 && kind < NUM_KINDS && additions()[kind] != NULL; }
+
+/* -- Programs -------------------------------------------------------------------------------------------------------- */
+
+/* What a row begins with, and what follows; a place is a number of a base, times 2^44, plus bytes. */
+enum {
+    END,    /* */
+    COPY,   /* to, from, bytes */
+    CALL,   /* : end the first phase of a call, in which every rank publishes its text and a location */
+    PHASE,  /* : end another phase */
+    PLACES, /* : return if a rank has published a location */
+    REDUCE, /* length of the row, kind or -1, count, numbers of parts, steps and copies, out, parts, steps, copies */
+};
+/* Why it returns; NEEDS_TORCH leaves the row for the caller, who goes on behind it. */
+enum { DONE, WAITING, DIFFERENT, HAS_PLACES, NEEDS_TORCH };
+
+enum {
+    PLACE_BITS = 44,
+    LINE_BYTES = 64,
+    TEXT = 12, /* where the text of a page begins: behind the location and the length */
+    BLOCK_BYTES = 16 << 10, /* some operands and a result stay in a core's first-level cache */
+    SLEEP_NS = 50000000,
+    LEAST_SPIN_NS = 1000,
+    MOST_REGISTERS = 1024, /* parts, and scratch blocks */
+};
+static const int64_t NOWHERE = -1;
+
+/* One rank's view of a group; `scratch` and `stop` are not shared. The same as `Exchange` in `phases.py`. */
+typedef struct {
+    Counter *counter;
+    char *pages;   /* two for each rank */
+    char *buffers; /* two for each rank */
+    char *scratch; /* blocks */
+    _Atomic int32_t *stop; /* set by another thread of this process: it waits no longer */
+    char *reached; /* shared: one word for each rank, a cache line apart: in which phase it has arrived */
+    int64_t page_bytes, buffer_bytes;
+    int64_t size, rank;
+    int64_t at;          /* the row where the program stands */
+    int64_t most_spin_ns; /* how long a wait may spin; 0 where ranks have no core of their own */
+    int64_t spin_ns;     /* how long it does: longer after spins that were enough */
+    uint32_t arrivals;   /* what the counter says when this phase is over */
+    uint32_t parity;     /* which send buffers are written to now */
+    uint32_t has_arrived;
+    uint32_t may_spin;
+} Exchange;
+
+static char *page_of(const Exchange *x, int64_t rank) { return x->pages + (2 * rank + x->parity) * x->page_bytes; }
+
+/* Bases are: the send buffer of each rank that is written to now, that of each rank to be read, and the table. */
+static char *resolve(const Exchange *x, const int64_t *table, int64_t place)
+{
+    int64_t base = place >> PLACE_BITS, offset = place & (((int64_t)1 << PLACE_BITS) - 1);
+    if (base < x->size)
+        return x->buffers + (2 * base + x->parity) * x->buffer_bytes + offset;
+    base -= x->size;
+    if (base < x->size)
+        return x->buffers + (2 * base + 1 - x->parity) * x->buffer_bytes + offset;
+    return (char *)(intptr_t)table[base - x->size] + offset;
+}
+
+static _Atomic uint32_t *reached_by(const Exchange *x)
+{
+    return (_Atomic uint32_t *)(void *)(x->reached + LINE_BYTES * x->rank);
+}
+
+/* Arrive, unless that was done, and wait until all have; 0 if they have not yet. */
+static int end_phase(Exchange *x)
+{
+    if (!x->has_arrived) {
+        x->arrivals += (uint32_t)x->size;
+        atomic_store_explicit(reached_by(x), x->arrivals, memory_order_relaxed); /* for messages only */
+        if (atomic_fetch_add(&x->counter->value, 1) + 1 == x->arrivals)
+            wake(x->counter);
+        x->has_arrived = 1;
+        int64_t spin_ns = x->may_spin ? x->spin_ns : 0;
+        if (spin_ns > 0) {
+            if (wait_until(x->counter, x->arrivals, spin_ns, 0, x->stop))
+                x->spin_ns = x->spin_ns * 2 < x->most_spin_ns ? x->spin_ns * 2 : x->most_spin_ns;
+            else
+                x->spin_ns = x->spin_ns / 2 > LEAST_SPIN_NS ? x->spin_ns / 2 : LEAST_SPIN_NS;
+        }
+    }
+    if (!wait_until(x->counter, x->arrivals, 0, SLEEP_NS, x->stop))
+        return 0;
+    x->has_arrived = 0;
+    x->parity = 1 - x->parity;
+    return 1;
+}
+
+static void publish(const Exchange *x, const char *text, int64_t length, int64_t location)
+{
+    char *page = page_of(x, x->rank);
+    int32_t short_length = (int32_t)length;
+    memcpy(page, &location, sizeof location);
+    memcpy(page + sizeof location, &short_length, sizeof short_length);
+    memcpy(page + TEXT, text, (size_t)length);
+}
+
+/* Whether every rank has published this text in the phase that is over. All of a page is read within a page. */
+static int is_same_call(Exchange *x, const char *text, int64_t length)
+{
+    int same = 1;
+    x->parity = 1 - x->parity;
+    for (int64_t rank = 0; rank < x->size && same; rank++) {
+        const char *page = page_of(x, rank);
+        int32_t found;
+        memcpy(&found, page + sizeof(int64_t), sizeof found);
+        same = found == length && memcmp(page + TEXT, text, (size_t)length) == 0;
+    }
+    x->parity = 1 - x->parity;
+    return same;
+}
+
+static int has_location(Exchange *x)
+{
+    int found = 0;
+    x->parity = 1 - x->parity;
+    for (int64_t rank = 0; rank < x->size; rank++)
+        found |= memcmp(page_of(x, rank), &NOWHERE, sizeof NOWHERE) != 0;
+    x->parity = 1 - x->parity;
+    return found;
+}
+
+static void reduce(const Exchange *x, const int64_t *table, const int64_t *row)
+{
+    int64_t kind = row[2], count = row[3], num_parts = row[4], num_steps = row[5], num_copies = row[6];
+    const int64_t *steps = row + 8 + num_parts, *copies = steps + 3 * num_steps;
+    int64_t size = ELEMENT_BYTES[kind], block = BLOCK_BYTES / size;
+    Add *add = additions()[kind];
+    char *registers[MOST_REGISTERS], *out = resolve(x, table, row[7]);
+    for (int64_t i = 0; i < num_parts; i++)
+        registers[i] = resolve(x, table, row[8 + i]);
+    for (int64_t start = 0; start < count; start += block) {
+        int64_t length = count - start < block ? count - start : block;
+        if (num_steps == 0)
+            memmove(out + start * size, registers[0] + start * size, (size_t)(length * size));
+        for (int64_t i = 0; i < num_steps; i++) {
+            char *operands[3];
+            for (int64_t j = 0; j < 3; j++) {
+                int64_t number = steps[3 * i + j];
+                operands[j] = number < 0           ? out + start * size
+                              : number < num_parts ? registers[number] + start * size
+                                                   : x->scratch + (number - num_parts) * BLOCK_BYTES;
+            }
+            add(operands[2], operands[0], operands[1], length);
+        }
+        for (int64_t i = 0; i < num_copies; i++)
+            memcpy(resolve(x, table, copies[i]) + start * size, out + start * size, (size_t)(length * size));
+    }
+}
+
+/* Go on with a program from row `at`. `text` is this call, `location` where in this rank's heap its tensor lies. */
+EXPORT int lockstep_run(Exchange *x, const int64_t *program, const int64_t *table, const char *text, int64_t length,
+                        int64_t location)
+{
+    for (;;) {
+        const int64_t *row = program + x->at;
+        switch (row[0]) {
+        case COPY:
+            memcpy(resolve(x, table, row[1]), resolve(x, table, row[2]), (size_t)row[3]);
+            x->at += 4;
+            break;
+        case CALL:
+            if (!x->has_arrived)
+                publish(x, text, length, location);
+            if (!end_phase(x))
+                return WAITING;
+            x->at += 1;
+            if (!is_same_call(x, text, length))
+                return DIFFERENT;
+            break;
+        case PHASE:
+            if (!end_phase(x))
+                return WAITING;
+            x->at += 1;
+            break;
+        case PLACES:
+            x->at += 1;
+            if (has_location(x))
+                return HAS_PLACES;
+            break;
+        case REDUCE:
+            if (row[2] < 0)
+                return NEEDS_TORCH;
+            reduce(x, table, row);
+            x->at += row[1];
+            break;
+        default:
+            return DONE;
+        }
+    }
+}
+
+/* Take back the arrival of this rank, which will not go on: the others must not find the phase over. 0 if it is over. */
+EXPORT int lockstep_withdraw(Exchange *x)
+{
+    if (!x->has_arrived)
+        return 0;
+    uint32_t value = atomic_load(&x->counter->value);
+    while (!has_reached(value, x->arrivals))
+        if (atomic_compare_exchange_weak(&x->counter->value, &value, value - 1)) {
+            x->has_arrived = 0;
+            x->arrivals -= (uint32_t)x->size;
+            return 1;
+        }
+    return 0;
 }
