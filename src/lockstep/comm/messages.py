@@ -110,18 +110,12 @@ def post_messages(
     return dist.batch_isend_irecv(messages) if messages else []
 
 
-def pass_on(sent: Tensor, target: int, received: Tensor, source: int, world: World) -> list[dist.Work]:
-    """Start sending one tensor to a rank and receiving one from a rank (collective: every rank of the group calls).
-
-    Both are contiguous, and `sent` is left alone until the work is done.
-    """
-    if sent.device.type == "cpu":
-        return post_messages([(target, sent)], [(source, received)], world)
-    # One call: Gloo has no messages for other devices, and NCCL would run two messages one after another.
-    num_sent, num_received = [0] * world.world_size, [0] * world.world_size
-    num_sent[target], num_received[source] = sent.nbytes, received.nbytes
-    places = received.view(torch.uint8), sent.view(torch.uint8)
-    work = dist.all_to_all_single(*places, num_received, num_sent, group=world.group, async_op=True)
+def all_to_all(
+    target: Tensor, source: Tensor, received_bytes: Sequence[int], sent_bytes: Sequence[int], world: World
+) -> list[dist.Work]:
+    """Start sending each rank its part of a flat tensor, in rank order, and receiving such (collective)."""
+    places = target.view(torch.uint8), source.view(torch.uint8)
+    work = dist.all_to_all_single(*places, list(received_bytes), list(sent_bytes), group=world.group, async_op=True)
     return [] if work is None else [work]
 
 

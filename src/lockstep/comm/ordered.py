@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import cast, final
 
 import torch
@@ -32,6 +31,7 @@ from torch.distributed import ProcessGroup
 
 from lockstep.comm.capabilities import AddsInOrder, capabilities_of
 from lockstep.comm.messages import (
+    all_to_all,
     check_summable,
     describe_use,
     from_real_row,
@@ -55,8 +55,6 @@ PartialLayout = Sequence[Sequence[Node]]
 """The nodes that each rank holds, in rank order."""
 Received = dict[Node, Tensor]
 """Partials of this rank's segment, in memory that the addition may overwrite."""
-MakeRoom = Callable[[int], Tensor]
-"""Returns so many bytes, on the device of the reduction, that no other exchange uses."""
 
 
 @torch.no_grad()
@@ -71,7 +69,7 @@ def ordered_all_reduce(
     """Sum over the ranks of `group` in the order of the tree over shards (collective: every rank of the group calls).
 
     The result has the same bits on every rank, and on any number of ranks that hold the same shards between them.
-    Memory beside inputs and result: 32 MiB; for non-contiguous tensors contiguous copies.
+    Memory beside inputs and result: 32 MiB, on a GPU up to twice that; for non-contiguous tensors contiguous copies.
 
     Four shards on two ranks, with the bits that four ranks get, of which each calls `ordered_all_reduce(shard)`:
 
@@ -106,19 +104,11 @@ def ordered_all_reduce(
     world = joined_world(group)
     inputs = _check_inputs(tensor, world, num_shards, out)
     layout = _agree_on_layout(inputs, world, layout)
-    call = _describe_call(inputs, layout)
-    is_added_by_group = world.group is not None and capabilities_of(world.group).adds_in_order
-    if is_added_by_group and inputs.out.device.type == "cpu" and inputs.out.numel() > 0:
-        reduction = flatten_reduction(inputs.partials, inputs.out, inputs.num_shards, layout, world)
-        # The group compares the calls in its first phase.
-        _start_in_group(reduction, call, waits=True).wait()
-        from_real_row(reduction.out, inputs.out)
-        return inputs.out
-    require_same_call(call, inputs.out.device, world)
+    reductions = OrderedReductions(world, inputs.num_shards)
+    if inputs.out.numel() == 0 or not reductions.adds_in_group(inputs.out):  # that compares the calls too
+        require_same_call(_describe_call(inputs.out, layout), inputs.out.device, world)
     if inputs.out.numel() > 0:
-        stream = OrderedMessages(world, inputs.num_shards)
-        stream.start(inputs.partials, inputs.out, layout)
-        stream.finish()
+        reductions.start_ordered(inputs.partials, inputs.out, layout, waits=True)()
     return inputs.out
 
 
@@ -140,53 +130,6 @@ def ordered_hook(state: ProcessGroup | None, bucket: dist.GradBucket) -> torch.f
     """
     summed = ordered_all_reduce(bucket.buffer(), state)
     return resolved(summed.div_(joined_world(state).world_size))
-
-
-@final
-class OrderedReductions:
-    """Ordered all-reduces that overlap with what the caller computes.
-
-    Every rank starts the same ones in the same order. Shared memory compares them; elsewhere nothing does.
-    """
-
-    def __init__(self, world: World, num_shards: int) -> None:
-        self._world = world
-        self._num_shards = num_shards
-        self._one_each = [[(rank, rank + 1)] for rank in range(world.world_size)]
-        self._messages = OrderedMessages(world, num_shards)
-        self._group_adds_in_order = world.group is not None and capabilities_of(world.group).adds_in_order
-
-    def start(
-        self, partials: Mapping[Node, Tensor], out: Tensor, layout: PartialLayout, *, waits: bool
-    ) -> Callable[[], object]:
-        """Start one (collective: every rank of the group calls); return what waits until it is in its place.
-
-        The partials are flat and contiguous, and left alone until then; one may be `out`. `waits`: the caller does so
-        at once.
-        """
-        group = self._world.group
-        has_own_order = self._group_adds_in_order and list(layout) == self._one_each
-        is_in_place = next(iter(partials.values()), None) is out  # so the group need not copy memory of its own
-        is_cpu = out.device.type == "cpu"
-        if is_in_place and ((is_cpu and has_own_order) or is_one_addition(layout, out.dtype)):
-            work = dist.all_reduce(out, group=group, async_op=not waits)
-            return _do_nothing if work is None else work.wait
-        if not (self._group_adds_in_order and is_cpu):
-            self._messages.start(partials, out, layout)
-            return self._messages.finish
-        reduction = flatten_reduction(partials, out, self._num_shards, layout, self._world)
-        call = describe_use("ordered_all_reduce", out, f"layout {reduction.layout}")
-        work = _start_in_group(reduction, call, waits=waits)
-
-        def finish() -> None:
-            work.wait()
-            from_real_row(reduction.out, out)
-
-        return finish
-
-
-def _do_nothing() -> None:
-    """Stand for a wait that is over."""
 
 
 @final
@@ -242,7 +185,11 @@ def _agree_on_layout(inputs: _Inputs, world: World, layout: PartialLayout | None
         if len(layout) != world.world_size:
             raise ValueError(f"The layout lists {len(layout)} ranks, and the group has {world.world_size}. (LS210)")
         check_layout(layout, inputs.num_shards)
-        _check_own(layout[world.rank], inputs.partials, world.rank)
+        if set(layout[world.rank]) != set(inputs.partials):
+            raise ValueError(
+                f"Rank {world.rank} holds {list(inputs.partials)}, and the layout has {list(layout[world.rank])}. Make "
+                "both from the same shards and the same number of ranks. (LS210)"
+            )
         return layout
     if inputs.is_one_tensor:
         return [[(rank, rank + 1)] for rank in range(world.world_size)]
@@ -258,18 +205,15 @@ def _agree_on_layout(inputs: _Inputs, world: World, layout: PartialLayout | None
     return [holding.nodes for holding in holdings]
 
 
-def _describe_call(inputs: _Inputs, layout: PartialLayout) -> bytes:
-    nodes = [sorted(nodes) for nodes in layout]
-    is_one_each = nodes == [[(rank, rank + 1)] for rank in range(len(nodes))]
-    return describe_use("ordered_all_reduce", inputs.out, "" if is_one_each else f"layout {nodes}")
+def _describe_call(out: Tensor, layout: PartialLayout) -> bytes:
+    return describe_use(
+        "ordered_all_reduce", out, "" if _is_one_each(layout) else f"layout {list(map(sorted, layout))}"
+    )
 
 
-def _check_own(expected: Sequence[Node], partials: Mapping[Node, Tensor], rank: int) -> None:
-    if set(expected) != set(partials):
-        raise ValueError(
-            f"Rank {rank} holds {list(partials)}, and the layout has {list(expected)}. Make both from the same shards "
-            "and the same number of ranks. (LS210)"
-        )
+def _is_one_each(layout: PartialLayout) -> bool:
+    """Whether rank r holds shard r, and no rank more."""
+    return all(list(nodes) == [(rank, rank + 1)] for rank, nodes in enumerate(layout))
 
 
 def _describe(tensor: Tensor) -> str:
@@ -278,223 +222,190 @@ def _describe(tensor: Tensor) -> str:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlatReduction:
+class _FlatReduction:
     partials: dict[Node, Tensor]
     """What this rank holds: 1-D, contiguous, real, one length."""
     out: Tensor
     """Where the result goes: likewise; may be one of the partials."""
     layout: list[list[Node]]
     """Sorted nodes of every rank: the order in which a rank sends them and its peers receive them."""
-    num_shards: int
-    world: World
-
-
-def is_one_addition(layout: PartialLayout, dtype: torch.dtype) -> bool:
-    """Whether any all-reduce is in the order of the tree, and rounds as torch does. [Note: one addition]."""
-    return [len(nodes) for nodes in layout] == [1, 1] and dtype in {torch.float32, torch.float64}
-
-
-def flatten_reduction(
-    partials: Mapping[Node, Tensor], out: Tensor, num_shards: int, layout: PartialLayout, world: World
-) -> FlatReduction:
-    """Return a reduction of flat tensors: copies, where one is not contiguous or shorter than there are ranks."""
-    return FlatReduction(
-        partials={node: to_real_row(partial, world.world_size) for node, partial in partials.items()},
-        out=to_real_row(out, world.world_size),
-        layout=[sorted(nodes) for nodes in layout],
-        num_shards=num_shards,
-        world=world,
-    )
-
-
-def _start_in_group(reduction: FlatReduction, call: bytes, *, waits: bool) -> dist.Work:
-    group = cast("AddsInOrder", reduction.world.group)
-    own = reduction.layout[reduction.world.rank]
-    parts = [reduction.partials[node] for node in own]
-    return group.ordered_all_reduce(
-        parts, reduction.out, reduction.layout, reduction.num_shards, call, is_async=not waits
-    )
-
-
-@final
-class MessageTransport:
-    def exchange(
-        self, reduction: FlatReduction, segments: Sequence[Bounds], make_room: MakeRoom
-    ) -> tuple[Received, list[dist.Work]]:
-        world = reduction.world
-        start, stop = segments[world.rank]
-        num_bytes = (stop - start) * reduction.out.element_size()
-        stride = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        foreign = [node for nodes in reduction.layout for node in nodes if node not in reduction.partials]
-        room = make_room(max(len(foreign) * stride, 1))
-        received = {
-            node: room[index * stride : index * stride + num_bytes].view(reduction.out.dtype)
-            for index, node in enumerate(foreign)
-        }
-        works = post_messages(
-            sends=[
-                (peer, reduction.partials[node][slice(*segments[peer])])
-                for peer in _peers(world)
-                for node in reduction.layout[world.rank]
-            ],
-            receives=[(peer, received[node]) for peer in _peers(world) for node in reduction.layout[peer]],
-            world=world,
-        )
-        return received, works
-
-    def gather(self, reduction: FlatReduction, segments: Sequence[Bounds]) -> list[dist.Work]:
-        world, out = reduction.world, reduction.out
-        own = out[slice(*segments[world.rank])]
-        return post_messages(
-            sends=[(peer, own) for peer in _peers(world)],
-            receives=[(peer, out[slice(*segments[peer])]) for peer in _peers(world)],
-            world=world,
-        )
-
-
-@final
-class CollectiveTransport:
-    """An all-to-all for the first partial of every rank, one for the second, ..., and an all-gather of the sums."""
-
-    def exchange(
-        self, reduction: FlatReduction, segments: Sequence[Bounds], make_room: MakeRoom
-    ) -> tuple[Received, list[dist.Work]]:
-        world, out = reduction.world, reduction.out
-        chunk = slice(segments[0][0], segments[-1][1])
-        lengths = _byte_lengths(segments, out)
-        own = reduction.layout[world.rank]
-        num_partials = sum(len(nodes) for nodes in reduction.layout)
-        room = make_room(max(num_partials * lengths[world.rank], 1))
-        received: Received = {}
-        works: list[dist.Work] = []
-        for slot in range(max(len(nodes) for nodes in reduction.layout)):
-            # This rank receives its own partial too: a contiguous input has no gap for it.
-            senders = [peer for peer, nodes in enumerate(reduction.layout) if slot < len(nodes)]
-            first = len(received) * lengths[world.rank]
-            for number, peer in enumerate(senders):
-                start = first + number * lengths[world.rank]
-                place = room[start : start + lengths[world.rank]]
-                received[reduction.layout[peer][slot]] = place.view(out.dtype)
-            target = room[first : first + len(senders) * lengths[world.rank]]
-            source = _as_bytes(reduction.partials[own[slot]][chunk]) if slot < len(own) else target[:0]
-            works += _all_to_all(
-                target,
-                source,
-                [lengths[world.rank] if peer in senders else 0 for peer in range(world.world_size)],
-                lengths if slot < len(own) else [0] * world.world_size,
-                world,
-            )
-        return received, works
-
-    def gather(self, reduction: FlatReduction, segments: Sequence[Bounds]) -> list[dist.Work]:
-        world, out = reduction.world, reduction.out
-        lengths = _byte_lengths(segments, out)
-        whole = _as_bytes(out[segments[0][0] : segments[-1][1]])
-        own = _as_bytes(out[slice(*segments[world.rank])])
-        if len(set(lengths)) == 1:
-            return gather_single(whole, own, world)
-        return _all_to_all(whole, own.repeat(world.world_size), lengths, [own.numel()] * world.world_size, world)
-
-
-OrderedTransport = MessageTransport | CollectiveTransport
-"""Moves what an ordered reduction exchanges: by messages on CPUs, by collectives elsewhere.
-
-On CPUs every pair of ranks exchanges messages, which over Gloo take less time than all-to-all and all-gather. For other
-devices both steps are collectives: Gloo has no messages for them; NCCL runs messages one after another unless they are
-in one batch, which torch makes only for groups of its own class; and one collective replaces many messages.
-
-`exchange` starts sending the owners of segments this rank's partials of them, and returns where those of others land
-(collective). `gather` starts sending this rank's segment of the result to all, and receiving those of others
-(collective).
-"""
-
-
-def transport_for(device: torch.device) -> OrderedTransport:
-    return MessageTransport() if device.type == "cpu" else CollectiveTransport()
-
-
-def _all_to_all(
-    target: Tensor, source: Tensor, received: Sequence[int], sent: Sequence[int], world: World
-) -> list[dist.Work]:
-    work = dist.all_to_all_single(target, source, list(received), list(sent), group=world.group, async_op=True)
-    return [] if work is None else [work]
-
-
-def _byte_lengths(segments: Sequence[Bounds], out: Tensor) -> list[int]:
-    return [(stop - start) * out.element_size() for start, stop in segments]
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """View a flat contiguous tensor as bytes, so that every dtype travels."""
-    return tensor.view(torch.uint8)
-
-
-def _peers(world: World) -> list[int]:
-    """Return the other ranks, the next one first: so no two ranks begin with the same."""
-    return [(world.rank + distance) % world.world_size for distance in range(1, world.world_size)]
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChunkInFlight:
-    reduction: FlatReduction
+    reduction: _FlatReduction
     segments: list[Bounds]
     """The segment of every rank."""
-    received: Received
-    """Other ranks' partials of this rank's segment, when the works are done."""
+    received: dict[Node, Tensor]
+    """Partials of this rank's segment, when the works are done, in memory that the addition may overwrite."""
     works: list[dist.Work]
-    transport: OrderedTransport
 
 
 @final
-class OrderedMessages:
+class OrderedReductions:
     """Ordered all-reduces, one after the other: the next is exchanged while one is added and gathered.
 
-    Every rank starts the same reductions in the same order; nothing is compared. On a GPU they run on a stream of their
-    own, beside what the caller computes.
+    Every rank starts the same ones in the same order. Shared memory compares them; elsewhere nothing does. They overlap
+    with what the caller computes: on a GPU they run on a stream of their own.
     """
 
     def __init__(self, world: World, num_shards: int) -> None:
         self._world = world
         self._num_shards = num_shards
+        self._group_adds_in_order = world.group is not None and capabilities_of(world.group).adds_in_order
+        # The other ranks, the next one first: so no two ranks begin with the same.
+        self._peers = [(world.rank + distance) % world.world_size for distance in range(1, world.world_size)]
         self._in_flight: deque[_ChunkInFlight] = deque()
         self._gathers: list[dist.Work] = []
-        self._started: list[tuple[FlatReduction, Tensor]] = []
+        self._started: list[tuple[_FlatReduction, Tensor]] = []
         self._landing_places: list[Tensor] = []
         self._num_chunks = 0
         self._side: torch.Stream | None = None
 
-    @torch.no_grad()
-    def start(self, partials: Mapping[Node, Tensor], out: Tensor, layout: PartialLayout) -> None:
-        """Start a reduction (collective); the partials, of which one may be `out`, are left alone until `finish`."""
-        with self._beside(out.device):
-            reduction = flatten_reduction(partials, out, self._num_shards, layout, self._world)
-            self._started.append((reduction, out))
-            if is_one_addition(reduction.layout, reduction.out.dtype):
-                self._gathers.append(_all_reduce(reduction))
-                return
-            transport = transport_for(out.device)
-            num_partials = sum(len(nodes) for nodes in reduction.layout)
-            segment_elements = max(2, _CHUNK_BYTES // (num_partials * reduction.out.element_size()))
-            for segments in plan_chunks(reduction.out.numel(), self._world.world_size, segment_elements):
-                if len(self._in_flight) == _MAX_IN_FLIGHT:
-                    self._gathers += _add_and_gather(self._in_flight.popleft())
-                received, works = transport.exchange(reduction, segments, partial(self._make_room, out.device))
-                self._in_flight.append(
-                    _ChunkInFlight(
-                        reduction=reduction, segments=segments, received=received, works=works, transport=transport
-                    )
-                )
+    def start(
+        self, partials: Mapping[Node, Tensor], out: Tensor, layout: PartialLayout, *, waits: bool
+    ) -> Callable[[], object]:
+        """Start one (collective: every rank of the group calls); return what waits until it is in its place.
+
+        The partials are flat and contiguous, and left alone until then; one may be `out`. `waits`: the caller does so
+        at once.
+        """
+        has_own_order = self.adds_in_group(out) and _is_one_each(layout)
+        is_in_place = next(iter(partials.values()), None) is out  # so the group need not copy memory of its own
+        if is_in_place and (has_own_order or _is_one_addition(layout, out.dtype)):
+            work = dist.all_reduce(out, group=self._world.group, async_op=not waits)
+            return (lambda: None) if work is None else work.wait
+        return self.start_ordered(partials, out, layout, waits=waits)
+
+    def adds_in_group(self, out: Tensor) -> bool:
+        return self._group_adds_in_order and out.device.type == "cpu"
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def start_ordered(
+        self, partials: Mapping[Node, Tensor], out: Tensor, layout: PartialLayout, *, waits: bool
+    ) -> Callable[[], object]:
+        """As `start`, of tensors of any strides, and always as a call of its own (collective)."""
+        if not self.adds_in_group(out):
+            with self._beside(out.device):
+                self._start_messages(self._flatten(partials, out, layout), out)
+            return self._finish
+        reduction = self._flatten(partials, out, layout)
+        work = cast("AddsInOrder", self._world.group).ordered_all_reduce(
+            [reduction.partials[node] for node in reduction.layout[self._world.rank]],
+            reduction.out,
+            reduction.layout,
+            self._num_shards,
+            _describe_call(out, layout),
+            is_async=not waits,
+        )
+
+        def finish() -> None:
+            work.wait()
+            from_real_row(reduction.out, out)
+
+        return finish
+
+    def _flatten(self, partials: Mapping[Node, Tensor], out: Tensor, layout: PartialLayout) -> _FlatReduction:
+        """Return a reduction of flat tensors: copies, where one is not contiguous or shorter than there are ranks."""
+        world_size = self._world.world_size
+        return _FlatReduction(
+            partials={node: to_real_row(partial, world_size) for node, partial in partials.items()},
+            out=to_real_row(out, world_size),
+            layout=[sorted(nodes) for nodes in layout],
+        )
+
+    def _start_messages(self, reduction: _FlatReduction, out: Tensor) -> None:
+        self._started.append((reduction, out))
+        if _is_one_addition(reduction.layout, reduction.out.dtype):
+            (own,) = reduction.partials.values()
+            if own.data_ptr() != reduction.out.data_ptr():
+                reduction.out.copy_(own)
+            work = dist.all_reduce(reduction.out, group=self._world.group, async_op=True)
+            assert work is not None
+            self._gathers.append(work)
+            return
+        num_partials = sum(len(nodes) for nodes in reduction.layout)
+        segment_elements = max(2, _CHUNK_BYTES // (num_partials * reduction.out.element_size()))
+        for segments in plan_chunks(reduction.out.numel(), self._world.world_size, segment_elements):
+            if len(self._in_flight) == _MAX_IN_FLIGHT:
+                self._add_and_gather(self._in_flight.popleft())
+            self._in_flight.append(self._exchange(reduction, segments))
+
+    def _exchange(self, reduction: _FlatReduction, segments: list[Bounds]) -> _ChunkInFlight:
+        """Start sending the owners of segments this rank's partials of them, and receiving others' (collective).
+
+        On CPUs every pair of ranks exchanges messages, which over Gloo take less time than all-to-all and all-gather.
+        For other devices both steps are collectives: Gloo has no messages for them; NCCL runs messages one after
+        another unless they are in one batch, which torch makes only for groups of its own class.
+        """
+        rank, layout, out = self._world.rank, reduction.layout, reduction.out
+        is_cpu = out.device.type == "cpu"
+        # A collective brings this rank its own partials too: a contiguous input has no gap for them.
+        senders = [peer for peer in range(len(layout)) if not (is_cpu and peer == rank)]
+        landing = [node for peer in senders for node in layout[peer]]
+        lengths = [(stop - start) * out.element_size() for start, stop in segments]
+        stride = -(-lengths[rank] // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES if is_cpu else lengths[rank]
+        room = self._make_room(out.device, max(len(landing) * stride, 1))
+        received = {
+            node: room[index * stride : index * stride + lengths[rank]].view(out.dtype)
+            for index, node in enumerate(landing)
+        }
+        own = [reduction.partials[node] for node in layout[rank]]
+        if is_cpu:
+            sends = [(peer, partial[slice(*segments[peer])]) for peer in self._peers for partial in own]
+            receives = [(peer, received[node]) for peer in self._peers for node in layout[peer]]
+            works = post_messages(sends, receives, self._world)
+        else:
+            parts = [partial[slice(*segment)] for segment in segments for partial in own] or [out[:0]]
+            # One partial lies as it is sent already.
+            source = own[0][segments[0][0] : segments[-1][1]] if len(own) == 1 else torch.cat(parts)
+            received_bytes = [lengths[rank] * len(nodes) for nodes in layout]
+            sent_bytes = [length * len(own) for length in lengths]
+            works = all_to_all(room[: len(landing) * stride], source, received_bytes, sent_bytes, self._world)
+        return _ChunkInFlight(reduction=reduction, segments=segments, received=received, works=works)
+
+    def _add_and_gather(self, finished: _ChunkInFlight) -> None:
+        """Wait for the exchange of a chunk, add this rank's segment, and start gathering the sums into the result.
+
+        Only now may the result be written: it may be a partial that was being sent.
+        """
+        wait_all(finished.works)
+        reduction, out = finished.reduction, finished.reduction.out
+        own = slice(*finished.segments[self._world.rank])
+        partials = {node: (landing, True) for node, landing in finished.received.items()}
+        in_out = [node for node, held in reduction.partials.items() if held.data_ptr() == out.data_ptr()]
+        for node, held in reduction.partials.items():
+            # If several partials are one tensor, each sum needs it as it was.
+            partials[node] = held[own], in_out == [node]
+        total, _ = add_in_tree_order(partials, self._num_shards, _add)
+        if total.data_ptr() != out[own].data_ptr():
+            out[own].copy_(total)
+        self._gathers += self._gather(out, finished.segments)
+
+    def _gather(self, out: Tensor, segments: Sequence[Bounds]) -> list[dist.Work]:
+        """Start sending this rank's segment of the result to all, and receiving those of others (collective)."""
+        own = out[slice(*segments[self._world.rank])]
+        if out.device.type == "cpu":
+            receives = [(peer, out[slice(*segments[peer])]) for peer in self._peers]
+            return post_messages([(peer, own) for peer in self._peers], receives, self._world)
+        whole = out[segments[0][0] : segments[-1][1]].view(torch.uint8)
+        mine = own.view(torch.uint8)
+        lengths = [(stop - start) * out.element_size() for start, stop in segments]
+        if len(set(lengths)) == 1:
+            return gather_single(whole, mine, self._world)
+        num_ranks = self._world.world_size
+        return all_to_all(whole, mine.repeat(num_ranks), lengths, [mine.numel()] * num_ranks, self._world)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
         """Return when all that was started is in its place; on a GPU the current stream waits for that."""
         if not self._started:
             return
         device = self._started[0][1].device
         with self._beside(device):
             while self._in_flight:
-                self._gathers += _add_and_gather(self._in_flight.popleft())
+                self._add_and_gather(self._in_flight.popleft())
             wait_all(self._gathers)
             for reduction, out in self._started:
                 from_real_row(reduction.out, out)
@@ -528,34 +439,9 @@ class OrderedMessages:
             yield
 
 
-def _add_and_gather(finished: _ChunkInFlight) -> list[dist.Work]:
-    """Wait for the exchange of a chunk, add this rank's segment, and start gathering the sums into the result.
-
-    Only now may the result be written: it may be a partial that was being sent.
-    """
-    wait_all(finished.works)
-    reduction = finished.reduction
-    world, out = reduction.world, reduction.out
-    own = slice(*finished.segments[world.rank])
-    partials = {node: (landing, True) for node, landing in finished.received.items()}
-    in_out = [node for node, held in reduction.partials.items() if held.data_ptr() == out.data_ptr()]
-    for node, held in reduction.partials.items():
-        # If several partials are one tensor, each sum needs it as it was.
-        partials[node] = held[own], in_out == [node]
-    total, _ = add_in_tree_order(partials, reduction.num_shards, _add)
-    if total.data_ptr() != out[own].data_ptr():
-        out[own].copy_(total)
-    return finished.transport.gather(reduction, finished.segments)
-
-
-def _all_reduce(reduction: FlatReduction) -> dist.Work:
-    """Start the group's own all-reduce of one partial on each of two ranks. [Note: one addition]."""
-    (own,) = reduction.partials.values()
-    if own.data_ptr() != reduction.out.data_ptr():
-        reduction.out.copy_(own)
-    work: dist.Work | None = dist.all_reduce(reduction.out, group=reduction.world.group, async_op=True)
-    assert work is not None
-    return work
+def _is_one_addition(layout: PartialLayout, dtype: torch.dtype) -> bool:
+    """Whether any all-reduce is in the order of the tree, and rounds as torch does. [Note: one addition]."""
+    return [len(nodes) for nodes in layout] == [1, 1] and dtype in {torch.float32, torch.float64}
 
 
 def _add(left: tuple[Tensor, bool], right: tuple[Tensor, bool]) -> tuple[Tensor, bool]:

@@ -15,8 +15,6 @@ run, and another one, in its last bits, on another number of ranks. `ordered_all
 """
 
 from collections import deque
-from dataclasses import dataclass
-from typing import final
 
 import torch
 import torch.distributed as dist
@@ -24,16 +22,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lockstep.comm.messages import (
+    all_to_all,
     check_summable,
     describe_use,
     from_real_row,
     joined_world,
-    pass_on,
+    post_messages,
     require_same_call,
     to_real_row,
     wait_all,
 )
-from lockstep.comm.segments import Transfer, plan_ring, ring_transfers
+from lockstep.comm.segments import plan_ring, ring_transfers
 from lockstep.comm.world import World
 
 _CHUNK_BYTES = 2 << 20
@@ -105,14 +104,6 @@ def resolved(tensor: Tensor) -> torch.futures.Future[Tensor]:
     return future
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TransferInFlight:
-    transfer: Transfer
-    landing: Tensor
-    works: list[dist.Work]
-
-
 def _reduce(flat: Tensor, world: World) -> None:
     """Sum a 1-D contiguous tensor with an element or more per rank, in place."""
     chunks = plan_ring(flat.numel(), world.world_size, _CHUNK_BYTES // flat.element_size())
@@ -120,25 +111,31 @@ def _reduce(flat: Tensor, world: World) -> None:
     max_in_flight = min(_MAX_IN_FLIGHT, len(chunks[0]))
     longest = max(stop - start for start, stop in chunks[0])
     landings = [flat.new_empty(longest) for _ in range(max_in_flight)]
-    in_flight: deque[_TransferInFlight] = deque()
+    in_flight: deque[tuple[list[dist.Work], Tensor, Tensor | None]] = deque()
+
+    def finish() -> None:
+        works, target, landing = in_flight.popleft()
+        wait_all(works)
+        if landing is not None:
+            target.add_(landing)
+
     for number, transfer in enumerate(ring_transfers(world.rank, chunks)):
         if len(in_flight) == max_in_flight:
-            _finish(flat, in_flight.popleft())
-        in_flight.append(_start(flat, transfer, landings[number % max_in_flight], world))
+            finish()
+        sent, target = flat[slice(*transfer.sent)], flat[slice(*transfer.received)]
+        landing = landings[number % max_in_flight][: target.numel()] if transfer.is_added else None
+        works = _pass_on(sent, target if landing is None else landing, world)
+        in_flight.append((works, target, landing))
     while in_flight:
-        _finish(flat, in_flight.popleft())
+        finish()
 
 
-def _start(flat: Tensor, transfer: Transfer, landing: Tensor, world: World) -> _TransferInFlight:
-    (sent_start, sent_stop), (start, stop) = transfer.sent, transfer.received
-    landing = landing[: stop - start] if transfer.is_added else flat[start:stop]
+def _pass_on(sent: Tensor, received: Tensor, world: World) -> list[dist.Work]:
+    """Start sending a part to the next rank and receiving one from the previous rank (collective)."""
     following, previous = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
-    works = pass_on(flat[sent_start:sent_stop], following, landing, previous, world)
-    return _TransferInFlight(transfer=transfer, landing=landing, works=works)
-
-
-def _finish(flat: Tensor, turn: _TransferInFlight) -> None:
-    wait_all(turn.works)
-    if turn.transfer.is_added:
-        start, stop = turn.transfer.received
-        flat[start:stop].add_(turn.landing)
+    if sent.device.type == "cpu":
+        return post_messages([(following, sent)], [(previous, received)], world)
+    # One call: Gloo has no messages for other devices, and NCCL would run two messages one after another.
+    num_sent, num_received = [0] * world.world_size, [0] * world.world_size
+    num_sent[following], num_received[previous] = sent.nbytes, received.nbytes
+    return all_to_all(received, sent, num_received, num_sent, world)

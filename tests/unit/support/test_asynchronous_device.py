@@ -12,8 +12,7 @@ from tests.support.threaded_ranks import run_ranks
 from torch import Tensor, nn
 
 import lockstep as ls
-from lockstep.comm import World
-from lockstep.comm.ordered import OrderedMessages
+from lockstep.comm import OrderedReductions, World
 from lockstep.devices.transfer import is_asynchronous
 
 
@@ -184,11 +183,10 @@ def test_what_a_call_receives_is_there_after_wait() -> None:
 def reduce_in_order(world: World) -> list[float]:
     with asynchronous_device() as device:
         tensor = torch.tensor([1.0, 2.0]).to(device.name) * (world.rank + 1)
-        stream = OrderedMessages(world, world.world_size)
+        reductions = OrderedReductions(world, world.world_size)
         layout = [[(rank, rank + 1)] for rank in range(world.world_size)]
         with device.no_blocking_reads():
-            stream.start({(world.rank, world.rank + 1): tensor}, tensor, layout)
-            stream.finish()
+            reductions.start({(world.rank, world.rank + 1): tensor}, tensor, layout, waits=True)()
             doubled = tensor * 2
         return doubled.tolist()
 
