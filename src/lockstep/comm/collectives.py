@@ -1,25 +1,20 @@
 """The table of collectives: everything about each one of torch.distributed, described once.
 
-Comparing calls (`group.py`) and the shm backend (`shm/group.py`) read it; their methods are made from it. `send`,
-`recv` and `monitored_barrier` are not in it: they are not calls that all ranks make alike.
+The methods of groups are made from it, and calls are read and described by it; how shared memory makes each is in
+`shm/collectives.py`. `send`, `recv` and `monitored_barrier` are not in it: not all ranks make them alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp, Work
 
 from lockstep.comm.calls import describe_call
-from lockstep.comm.collective_call import CollectiveCall, read_root
-from lockstep.comm.shm import collectives
-from lockstep.comm.shm.arguments import read_list
-from lockstep.comm.shm.arithmetic import operation_name
-from lockstep.comm.shm.phases import PhaseExchange
 
 _Tensors = tuple[Sequence[Tensor], Sequence[Tensor]]
 _PLAIN_OPTIONS: Final = (ReduceOp, ReduceOp.RedOpType, int, timedelta)
@@ -27,6 +22,75 @@ _PLAIN_OPTIONS: Final = (ReduceOp, ReduceOp.RedOpType, int, timedelta)
 _MOST_PLAIN_OPTIONS: Final = 3
 _ONE: Final = torch.Size([1])
 _Group = TypeVar("_Group", bound=type)
+
+
+@final
+class CollectiveCall:
+    """What one call of a collective is about; `Collective.read` makes it.
+
+    Not a frozen dataclass: one is made for each call, and a frozen one costs a microsecond more.
+    `inputs` is `outputs` where the call works in place; `options` are the arguments after the tensors: torch's options
+    object, or reduce operation, root and timeout.
+    """
+
+    __slots__ = ("arguments", "description", "inputs", "name", "options", "outputs", "reductions", "root")
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[Any],
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        options: Sequence[Any],
+    ) -> None:
+        self.name = name
+        self.arguments = arguments
+        self.outputs = outputs
+        self.inputs = inputs
+        self.options = options
+        self.description = b""
+        """What is compared with the calls of the other ranks, and what messages say."""
+        self.reductions: Sequence[Any] = ()
+        """How the shm backend reduces each output."""
+        self.root = 0
+        """The rank of the group that all send to or receive from, where the collective has one."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the caller does not wait at once."""
+        return bool(getattr(self.options[0], "asyncOp", True)) if self.options else True
+
+    @property
+    def op(self) -> Any:
+        """The reduce operation; SUM if none was given."""
+        for option in self.options:
+            found = getattr(option, "reduceOp", None)
+            if found is not None:
+                return found
+            if isinstance(option, ReduceOp):
+                return option
+        return ReduceOp.SUM
+
+
+def _read_root(options: Sequence[Any]) -> int:
+    """Return the rank of the group that all send to or receive from; 0 if none was given."""
+    for option in options:
+        found = option if isinstance(option, int) else getattr(option, "rootRank", None)
+        if found is not None:
+            return int(found)
+    return 0
+
+
+def split_operation(op: ReduceOp | ReduceOp.RedOpType) -> tuple[ReduceOp.RedOpType, Any]:
+    """Return the kind of a reduce operation, and the factor of PREMUL_SUM or None."""
+    # How torch pickles it: kind and factor for a `ReduceOp`, a number for what is a kind already. `isinstance` cannot
+    # distinguish them: in torch each is an instance of the other.
+    state: Any = op.__getstate__()
+    return state if isinstance(state, tuple) else (op, None)
+
+
+def operation_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
+    return str(split_operation(op)[0]).rpartition(".")[2].lower()
 
 
 class Compared(Enum):
@@ -48,6 +112,16 @@ def refuse_one_output_twice(call: CollectiveCall) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the method takes."""
+
+    parameters: tuple[str, ...]
+    """Their names: first those with tensors and splits, then the options."""
+    tensors: Callable[[Sequence[Any]], _Tensors]
+    """Returns outputs and inputs, given the arguments."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     name: str
@@ -55,10 +129,7 @@ class Collective:
     summary: str
     methods: tuple[str, ...]
     """Names of the group's method. The first is the oldest, which torch's groups and backends have."""
-    parameters: tuple[str, ...]
-    """Names of the method's parameters: first those with tensors and splits, then the options."""
-    tensors: Callable[[Sequence[Any]], _Tensors]
-    """Returns outputs and inputs, given the arguments."""
+    form: Form
     compared: Compared = Compared.INPUTS
     """What must agree between ranks, beside the name."""
     reduces: bool = False
@@ -67,21 +138,17 @@ class Collective:
     """Whether the root must agree too, and how to name it: `"from"` or `"to"`; empty if there is none."""
     is_coalesced: bool = False
     """Whether one call stands for one call per tensor."""
-    check: Callable[[PhaseExchange, CollectiveCall], None] = collectives.check_nothing
-    """Checks the arguments, before the shm backend makes the call."""
-    run: Callable[[PhaseExchange, CollectiveCall], None]
-    """Makes the call in shared memory."""
 
     def read(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> CollectiveCall:
-        num_tensors = len(self.parameters) - 1
+        num_tensors = len(self.form.parameters) - 1
         if keywords or len(arguments) < num_tensors:
             arguments = self._bind(arguments, keywords)
         if len(arguments) > num_tensors:
             arguments = self._without_absent_options(arguments, num_tensors)
-        outputs, inputs = self.tensors(arguments)
+        outputs, inputs = self.form.tensors(arguments)
         call = CollectiveCall(self.name, arguments, outputs, inputs, arguments[num_tensors:])
         if self.root:
-            call.root = read_root(call.options)
+            call.root = _read_root(call.options)
         return call
 
     def compared_tensors(self, call: CollectiveCall) -> Sequence[Tensor]:
@@ -92,7 +159,7 @@ class Collective:
         """Describe a call by all that must agree between ranks; `global_ranks` has the ranks in the default group."""
         details: list[str] = []
         if self.reduces:
-            details.append(call.reductions[0].name if call.reductions else operation_name(call.op))
+            details.append(operation_name(call.op))
         if self.root:
             root = call.root
             # A root that does not exist is refused by the backend.
@@ -108,7 +175,7 @@ class Collective:
         return describe_call(self.name, kinds, ", ".join(details))
 
     def _bind(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
-        rest = self.parameters[len(arguments) :]
+        rest = self.form.parameters[len(arguments) :]
         missing = [name for name in rest[:-1] if name not in keywords]
         unknown = [name for name in keywords if name not in rest]
         if missing or unknown:
@@ -123,8 +190,8 @@ class Collective:
         unknown = [option for option in options if option is not None and not isinstance(option, _PLAIN_OPTIONS)]
         if any(is_object) or unknown or len(options) > _MOST_PLAIN_OPTIONS:
             raise TypeError(
-                f"{self.name}: got {[*options]} after {', '.join(self.parameters[:-1]) or 'no tensors'}, expected one "
-                "options object of torch, or a reduce operation, a root and a timeout. (LS209)"
+                f"{self.name}: got {[*options]} after {', '.join(self.form.parameters[:-1]) or 'no tensors'}, expected "
+                "one options object of torch, or a reduce operation, a root and a timeout. (LS209)"
             )
         while options and options[-1] is None:
             options = options[:-1]
@@ -172,11 +239,11 @@ def _outputs_and_inputs(arguments: Sequence[Any]) -> _Tensors:
 
 
 def _list_of_outputs(arguments: Sequence[Any]) -> _Tensors:
-    return read_list(arguments[0]), _as_list(arguments[1])
+    return _read_list(arguments[0]), _as_list(arguments[1])
 
 
 def _list_of_inputs(arguments: Sequence[Any]) -> _Tensors:
-    return _as_list(arguments[0]), read_list(arguments[1])
+    return _as_list(arguments[0]), _read_list(arguments[1])
 
 
 def _rows_of_outputs(arguments: Sequence[Any]) -> _Tensors:
@@ -187,23 +254,29 @@ def _none(_: Sequence[Any]) -> _Tensors:
     return (), ()
 
 
+def _read_list(tensors: Any) -> list[Tensor]:
+    """Return the tensors of a list that torch may have put into another list."""
+    return list(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else list(tensors)
+
+
 def _as_list(tensors: Any) -> Sequence[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
-_IN_PLACE = ("tensors", "opts")
-_LISTS = ("output_tensors", "input_tensors", "opts")
-_PAIR = ("output", "input", "opts")
+_OF_LISTS = ("output_tensors", "input_tensors", "opts")
+_ONE_LIST = Form(("tensors", "opts"), _in_place)
+_PAIR = Form(("output", "input", "opts"), _outputs_and_inputs)
+_LISTS = Form(_OF_LISTS, _outputs_and_inputs)
+_MANY_FROM_ONE = Form(_OF_LISTS, _list_of_outputs)
+_ONE_FROM_MANY = Form(_OF_LISTS, _list_of_inputs)
+_ROWS = Form(_OF_LISTS, _rows_of_outputs)
 
 ALL_REDUCE: Final = Collective(
     name="all_reduce",
     summary="Replace one dense or sparse tensor by its reduction over all ranks, in the order of the tree.",
     methods=("allreduce",),
-    parameters=_IN_PLACE,
-    tensors=_in_place,
+    form=_ONE_LIST,
     reduces=True,
-    check=collectives.check_one,
-    run=collectives.run_all_reduce,
 )
 COLLECTIVES: Final = (
     ALL_REDUCE,
@@ -211,162 +284,116 @@ COLLECTIVES: Final = (
         name="all_reduce_coalesced",
         summary="Do `allreduce` for each tensor, as one call.",
         methods=("allreduce_coalesced",),
-        parameters=_IN_PLACE,
-        tensors=_in_place,
+        form=_ONE_LIST,
         reduces=True,
         is_coalesced=True,
-        run=collectives.run_all_reduce,
     ),
     Collective(
         name="broadcast",
         summary="Replace one tensor by the root's.",
         methods=("broadcast",),
-        parameters=_IN_PLACE,
-        tensors=_in_place,
+        form=_ONE_LIST,
         root="from",
-        check=collectives.check_one,
-        run=collectives.run_broadcast,
     ),
     Collective(
         name="reduce",
         summary="Replace one tensor, on the root, by its reduction over all ranks.",
         methods=("reduce",),
-        parameters=_IN_PLACE,
-        tensors=_in_place,
+        form=_ONE_LIST,
         reduces=True,
         root="to",
-        check=collectives.check_one,
-        run=collectives.run_reduce,
     ),
     Collective(
         name="all_gather",
         summary="Collect one tensor of every rank, in rank order, in a list of tensors of its shape.",
         methods=("allgather",),
-        parameters=_LISTS,
-        tensors=_list_of_outputs,
-        check=collectives.check_gather_everywhere,
-        run=collectives.run_gather,
+        form=_MANY_FROM_ONE,
     ),
     Collective(
         name="all_gather_into_tensor",
         summary="Collect one tensor of every rank, one after another in rank order, in one tensor.",
         methods=("_allgather_base", "all_gather_single"),
-        parameters=_PAIR,
-        tensors=_outputs_and_inputs,
-        check=collectives.check_outputs_of_all,
-        run=collectives.run_all_gather_single,
+        form=_PAIR,
     ),
     Collective(
         name="all_gather_coalesced",
         summary="Do `allgather` for each input, as one call; `output_tensors[rank][i]` takes input i of that rank.",
         methods=("allgather_coalesced",),
-        parameters=_LISTS,
-        tensors=_rows_of_outputs,
+        form=_ROWS,
         is_coalesced=True,
-        check=collectives.check_rows_of_outputs,
-        run=collectives.run_gather_rows,
     ),
     Collective(
         name="all_gather_into_tensor_coalesced",
         summary="Do `all_gather_single` for each pair, as one call.",
         methods=("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
-        parameters=_LISTS,
-        tensors=_outputs_and_inputs,
+        form=_LISTS,
         is_coalesced=True,
-        check=collectives.check_outputs_of_all,
-        run=collectives.run_all_gather_single,
     ),
     Collective(
         name="reduce_scatter",
         summary="Reduce the r-th tensor of every rank's list into the output of rank r.",
         methods=("reduce_scatter",),
-        parameters=_LISTS,
-        tensors=_list_of_inputs,
+        form=_ONE_FROM_MANY,
         compared=Compared.OUTPUTS,
         reduces=True,
-        check=collectives.check_reduce_scatter,
-        run=collectives.run_reduce_scatter,
     ),
     Collective(
         name="reduce_scatter_tensor",
         summary="Reduce one tensor, cut into one equal piece per rank, so that rank r has piece r of the result.",
         methods=("_reduce_scatter_base", "reduce_scatter_single"),
-        parameters=_PAIR,
-        tensors=_outputs_and_inputs,
+        form=_PAIR,
         compared=Compared.OUTPUTS,
         reduces=True,
-        check=collectives.check_inputs_for_all,
-        run=collectives.run_reduce_scatter_single,
     ),
     Collective(
         name="reduce_scatter_tensor_coalesced",
         summary="Do `reduce_scatter_single` for each pair, as one call.",
         methods=("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-        parameters=_LISTS,
-        tensors=_outputs_and_inputs,
+        form=_LISTS,
         compared=Compared.OUTPUTS,
         reduces=True,
         is_coalesced=True,
-        check=collectives.check_inputs_for_all,
-        run=collectives.run_reduce_scatter_single,
     ),
     Collective(
         name="all_to_all",
         summary="Send the q-th input to rank q, and take the r-th output from rank r; shapes may differ by pair.",
         methods=("alltoall",),
-        parameters=_LISTS,
-        tensors=_outputs_and_inputs,
+        form=_LISTS,
         compared=Compared.DTYPE,
-        check=collectives.check_all_to_all,
-        run=collectives.run_all_to_all,
     ),
     Collective(
         name="all_to_all_single",
         summary="Do `alltoall` with the rows of one tensor: equal shares, or as many rows per rank as the splits say.",
         methods=("alltoall_base", "all_to_all_single"),
-        parameters=("output", "input", "output_split_sizes", "input_split_sizes", "opts"),
-        tensors=_outputs_and_inputs,
+        form=Form(("output", "input", "output_split_sizes", "input_split_sizes", "opts"), _outputs_and_inputs),
         compared=Compared.ROWS,
-        check=collectives.check_all_to_all_single,
-        run=collectives.run_all_to_all_single,
     ),
     Collective(
         name="gather",
         summary="Collect one tensor of every rank, in rank order, on the root.",
         methods=("gather",),
-        parameters=_LISTS,
-        tensors=_list_of_outputs,
+        form=_MANY_FROM_ONE,
         root="to",
-        check=collectives.check_gather,
-        run=collectives.run_gather,
     ),
     Collective(
         name="gather_single",  # of torch 2.15
         summary="Collect one tensor of every rank, one after another in rank order, in one tensor on the root.",
         methods=("gather_single", "gather_into_tensor"),
-        parameters=_PAIR,
-        tensors=_outputs_and_inputs,
+        form=_PAIR,
         root="to",
-        check=collectives.check_gather_single,
-        run=collectives.run_gather_single,
     ),
     Collective(
         name="scatter",
         summary="Give every rank one tensor of the root's list.",
         methods=("scatter",),
-        parameters=_LISTS,
-        tensors=_list_of_inputs,
+        form=_ONE_FROM_MANY,
         compared=Compared.OUTPUTS,
         root="from",
-        check=collectives.check_scatter,
-        run=collectives.run_scatter,
     ),
     Collective(
         name="barrier",
         summary="Return when every rank has reached it.",
         methods=("barrier",),
-        parameters=("opts",),
-        tensors=_none,
-        run=collectives.run_barrier,
+        form=Form(("opts",), _none),
     ),
 )

@@ -21,11 +21,6 @@ def read_one(tensors: Any) -> list[Tensor]:
     return found
 
 
-def read_list(tensors: Any) -> list[Tensor]:
-    """Return the tensors of a list that torch may have put into another list."""
-    return list(tensors[0]) if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else list(tensors)
-
-
 def flatten(tensor: Tensor) -> Tensor:
     """Return the elements in order as one row: a view where they lie so, else a copy.
 

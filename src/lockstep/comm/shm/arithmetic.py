@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from lockstep.comm.collectives import operation_name, split_operation
 from lockstep.comm.shm import native
 from lockstep.shards.tree import Node, add_in_tree_order
 
@@ -97,18 +98,6 @@ def reduction(op: ReduceOp | ReduceOp.RedOpType, dtype: torch.dtype) -> Reductio
     return replace(how, factor=factor)
 
 
-def split_operation(op: ReduceOp | ReduceOp.RedOpType) -> tuple[ReduceOp.RedOpType, Any]:
-    """Return the kind of a reduce operation, and the factor of PREMUL_SUM or None."""
-    # How torch pickles it: kind and factor for a `ReduceOp`, a number for what is a kind already. `isinstance` cannot
-    # distinguish them: in torch each is an instance of the other.
-    state: Any = op.__getstate__()
-    return state if isinstance(state, tuple) else (op, None)
-
-
-def operation_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
-    return _kind_name(split_operation(op)[0])
-
-
 def reduce_into(
     out: Tensor, parts: Sequence[Tensor], how: Reduction, steps: Sequence[Step], copies: Sequence[Tensor] = ()
 ) -> None:
@@ -186,13 +175,9 @@ def count_scratch(steps: Sequence[Step], num_parts: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _kind_name(kind: Any) -> str:
-    return str(kind).rpartition(".")[2].lower()
-
-
 @lru_cache(maxsize=256)
 def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
-    name = _kind_name(kind)
+    name = operation_name(kind)
     combine = (_OVER_BOOLEANS if dtype is torch.bool else _OVER_NUMBERS).get(kind)
     if combine is None:
         raise TypeError(

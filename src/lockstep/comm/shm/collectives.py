@@ -6,11 +6,12 @@ tensors as one row each; what is only moved travels as bytes, so every dtype doe
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from torch import Tensor
 
-from lockstep.comm.collective_call import CollectiveCall
+from lockstep.comm.collectives import CollectiveCall
 from lockstep.comm.shm import programs
 from lockstep.comm.shm.arguments import as_stored, check_alike, flatten, premultiply, write_back
 from lockstep.comm.shm.arithmetic import Reduction, schedule_nodes
@@ -22,21 +23,17 @@ from lockstep.shards.tree import Node
 # -- Checks ------------------------------------------------------------------------------------------------------------
 
 
-def check_nothing(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    """Accept all arguments."""
-
-
-def check_one(exchange: PhaseExchange, call: CollectiveCall) -> None:  # noqa: ARG001 - as the others
+def _check_one(exchange: PhaseExchange, call: CollectiveCall) -> None:  # noqa: ARG001 - as the others
     _require_one(call.inputs)
 
 
-def check_gather_everywhere(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _check_gather_everywhere(exchange: PhaseExchange, call: CollectiveCall) -> None:
     _require_one(call.inputs)
     _require_one_per_rank(exchange, call, "output", call.outputs)
     check_alike(call.name, call.inputs[0], call.outputs)
 
 
-def check_gather(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _check_gather(exchange: PhaseExchange, call: CollectiveCall) -> None:
     _require_one(call.inputs)
     if exchange.rank == call.root:
         _require_one_per_rank(exchange, call, "output", call.outputs)
@@ -45,12 +42,12 @@ def check_gather(exchange: PhaseExchange, call: CollectiveCall) -> None:
         raise ValueError(f"gather {_root_and_rank(exchange, call, 'to')} gives output tensors, expected none. (LS209)")
 
 
-def check_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _check_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
     if exchange.rank == call.root:
         _require_multiple(exchange, call, call.outputs[0], call.inputs[0])
 
 
-def check_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _check_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
     _require_one(call.outputs)
     if exchange.rank == call.root:
         _require_one_per_rank(exchange, call, "input", call.inputs)
@@ -61,23 +58,23 @@ def check_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
         )
 
 
-def check_reduce_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _check_reduce_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
     _require_one(call.outputs)
     _require_one_per_rank(exchange, call, "input", call.inputs)
     check_alike(call.name, call.outputs[0], call.inputs)
 
 
-def check_outputs_of_all(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _check_outputs_of_all(exchange: PhaseExchange, call: CollectiveCall) -> None:
     for output, tensor in zip(call.outputs, call.inputs, strict=True):
         _require_multiple(exchange, call, output, tensor)
 
 
-def check_inputs_for_all(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _check_inputs_for_all(exchange: PhaseExchange, call: CollectiveCall) -> None:
     for output, tensor in zip(call.outputs, call.inputs, strict=True):
         _require_multiple(exchange, call, tensor, output)
 
 
-def check_rows_of_outputs(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _check_rows_of_outputs(exchange: PhaseExchange, call: CollectiveCall) -> None:
     rows = call.arguments[0]
     _require_one_per_rank(exchange, call, "rows of output", rows)
     for row in rows:
@@ -90,12 +87,12 @@ def check_rows_of_outputs(exchange: PhaseExchange, call: CollectiveCall) -> None
             check_alike(call.name, tensor, [output])
 
 
-def check_all_to_all(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _check_all_to_all(exchange: PhaseExchange, call: CollectiveCall) -> None:
     _require_one_per_rank(exchange, call, "output", call.outputs)
     _require_one_per_rank(exchange, call, "input", call.inputs)
 
 
-def check_all_to_all_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _check_all_to_all_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
     """Check that the rows divide among the ranks, or that the splits add up to them."""
     _, _, output_splits, input_splits = call.arguments[:4]
     _split_lengths(exchange, "input", call.inputs[0], input_splits)
@@ -105,7 +102,7 @@ def check_all_to_all_single(exchange: PhaseExchange, call: CollectiveCall) -> No
 # -- Runs --------------------------------------------------------------------------------------------------------------
 
 
-def run_all_reduce(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _run_all_reduce(exchange: PhaseExchange, call: CollectiveCall) -> None:
     for tensor, how in zip(call.outputs, call.reductions, strict=True):
         flat = premultiply(tensor, how)
         parts = programs.one_part_each(exchange.size, how.kind, flat.element_size() // how.width)
@@ -134,7 +131,7 @@ def ordered_all_reduce(  # what is reduced, and what is compared
     _reduce_everywhere(exchange, parts, out, tensors, how, call)
 
 
-def run_reduce(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _run_reduce(exchange: PhaseExchange, call: CollectiveCall) -> None:
     (tensor,), (how,) = call.outputs, call.reductions
     flat = premultiply(tensor, how)
     parts = programs.one_part_each(exchange.size, how.kind, flat.element_size() // how.width)
@@ -144,16 +141,16 @@ def run_reduce(exchange: PhaseExchange, call: CollectiveCall) -> None:
         write_back(tensor, flat)
 
 
-def run_reduce_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _run_reduce_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
     _reduce_scatter(exchange, call, call.outputs[0], call.inputs, call.reductions[0])
 
 
-def run_reduce_scatter_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _run_reduce_scatter_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
     for output, tensor, how in zip(call.outputs, call.inputs, call.reductions, strict=True):
         _reduce_scatter(exchange, call, output, _equal_pieces(exchange, flatten(tensor)), how)
 
 
-def run_broadcast(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _run_broadcast(exchange: PhaseExchange, call: CollectiveCall) -> None:
     (tensor,) = call.outputs
     flat = as_stored(tensor)
     program = programs.broadcast(exchange.ranks, flat.nbytes, call.root)
@@ -161,30 +158,30 @@ def run_broadcast(exchange: PhaseExchange, call: CollectiveCall) -> None:
     write_back(tensor, flat)
 
 
-def run_gather(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _run_gather(exchange: PhaseExchange, call: CollectiveCall) -> None:
     _gather(exchange, call.outputs, call.inputs[0], call.description)
 
 
-def run_gather_rows(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _run_gather_rows(exchange: PhaseExchange, call: CollectiveCall) -> None:
     for number, tensor in enumerate(call.inputs):
         _gather(exchange, [row[number] for row in call.arguments[0]], tensor, call.description)
 
 
-def run_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _run_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
     if exchange.rank == call.root:
-        run_all_gather_single(exchange, call)
+        _run_all_gather_single(exchange, call)
     else:
         _gather(exchange, (), call.inputs[0], call.description)
 
 
-def run_all_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _run_all_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
     for output, tensor in zip(call.outputs, call.inputs, strict=True):
         flat = flatten(output)
         _gather(exchange, _equal_pieces(exchange, flat), tensor, call.description)
         write_back(output, flat)
 
 
-def run_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _run_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
     (output,) = call.outputs
     flat = flatten(output)
     sources = [flatten(piece) for piece in call.inputs] if exchange.rank == call.root else []
@@ -193,14 +190,14 @@ def run_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
     write_back(output, flat)
 
 
-def run_all_to_all(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _run_all_to_all(exchange: PhaseExchange, call: CollectiveCall) -> None:
     flats = [flatten(output) for output in call.outputs]
     _all_to_all(exchange, flats, [flatten(piece) for piece in call.inputs], call.description)
     for output, flat in zip(call.outputs, flats, strict=True):
         write_back(output, flat)
 
 
-def run_all_to_all_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _run_all_to_all_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
     (output,), (tensor,) = call.outputs, call.inputs
     _, _, output_splits, input_splits = call.arguments[:4]
     sent = _split_lengths(exchange, "input", tensor, input_splits)
@@ -210,7 +207,7 @@ def run_all_to_all_single(exchange: PhaseExchange, call: CollectiveCall) -> None
     write_back(output, flat)
 
 
-def run_barrier(exchange: PhaseExchange, call: CollectiveCall) -> None:
+def _run_barrier(exchange: PhaseExchange, call: CollectiveCall) -> None:
     """Return when every rank has reached it: comparing the calls is all."""
     exchange.compare_calls(call.description)
 
@@ -334,3 +331,29 @@ def _split_lengths(exchange: PhaseExchange, role: str, tensor: Tensor, splits: S
         )
     row = tensor.numel() // max(rows, 1)
     return [count * row for count in splits]
+
+
+# -- The table ---------------------------------------------------------------------------------------------------------
+
+
+_Step = Callable[[PhaseExchange, CollectiveCall], None]
+BY_NAME: Final[Mapping[str, tuple[_Step | None, _Step]]] = {
+    "all_reduce": (_check_one, _run_all_reduce),
+    "all_reduce_coalesced": (None, _run_all_reduce),
+    "broadcast": (_check_one, _run_broadcast),
+    "reduce": (_check_one, _run_reduce),
+    "all_gather": (_check_gather_everywhere, _run_gather),
+    "all_gather_into_tensor": (_check_outputs_of_all, _run_all_gather_single),
+    "all_gather_coalesced": (_check_rows_of_outputs, _run_gather_rows),
+    "all_gather_into_tensor_coalesced": (_check_outputs_of_all, _run_all_gather_single),
+    "reduce_scatter": (_check_reduce_scatter, _run_reduce_scatter),
+    "reduce_scatter_tensor": (_check_inputs_for_all, _run_reduce_scatter_single),
+    "reduce_scatter_tensor_coalesced": (_check_inputs_for_all, _run_reduce_scatter_single),
+    "all_to_all": (_check_all_to_all, _run_all_to_all),
+    "all_to_all_single": (_check_all_to_all_single, _run_all_to_all_single),
+    "gather": (_check_gather, _run_gather),
+    "gather_single": (_check_gather_single, _run_gather_single),
+    "scatter": (_check_scatter, _run_scatter),
+    "barrier": (None, _run_barrier),
+}
+"""What checks the arguments of each collective, if anything is to be checked, and what makes it."""

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp, Store, Work
 
 from lockstep.comm.calls import describe_call
-from lockstep.comm.collective_call import CollectiveCall
-from lockstep.comm.collectives import Collective
+from lockstep.comm.collectives import Collective, CollectiveCall
 from lockstep.comm.gloo import GlooSockets, connect_gloo
 from lockstep.comm.group import ExplainedWork
 from lockstep.comm.hosts import FindLost
