@@ -337,7 +337,7 @@ def die_within_a_call(rank: Rank) -> tuple[int, str]:
     dist.barrier()  # both are connected: `die_while_connecting` is about that
     group: Any = dist.group.WORLD
     if rank.number == 1:
-        group._comparer.publish_call(b"all_reduce(sum, float32 [100000])")
+        group._comparer.begin_call(b"all_reduce(sum, float32 [100000])")
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(ls.PeerLostError) as lost:
         dist.all_reduce(torch.ones(100_000))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -14,8 +14,16 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from lockstep.comm.calls import describe_call
 from lockstep.comm.capabilities import ReportsExits, capabilities_of
 from lockstep.comm.gloo import GlooComparer, GlooSockets, connect_gloo, gloo_connected_in_time
-from lockstep.comm.group import CheckedProcessGroup, Comparer, GroupPeers, type_of_backend
-from lockstep.comm.hosts import GroupMembers, GroupSetUp, current_set_up, known_hosts, remember_hosts, say_not_shared
+from lockstep.comm.group import CheckedProcessGroup, Comparer, type_of_backend
+from lockstep.comm.hosts import (
+    Checking,
+    GroupMembers,
+    GroupSetUp,
+    current_set_up,
+    known_hosts,
+    remember_hosts,
+    say_not_shared,
+)
 from lockstep.comm.lost_ranks import report_uncaught_exceptions
 from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.comm.shm.group import ShmProcessGroup, make_shared_memory_comparer, make_shm_group
@@ -55,46 +63,28 @@ def _make_group(request: GroupRequest) -> Any:
         # Ranks that make different groups, or another call, would wait for each other until the timeout.
         detail = f"ranks {list(request.ranks)}, {request.backend}, group number {request.name}"
         default.compare_calls(describe_call("new_group", (), detail))
-    checks = _checks_of_subgroup(default, names) if request.ranks else _checks_of_default(set_up, names)
+    if request.ranks:
+        checking = _checking_of_subgroup(default, names)
+    else:
+        checking = Checking.OFF if set_up is None else set_up.checking
     if names.get("cpu") == "shm":
         others = AcceleratorBackends(
             names={device: name for device, name in names.items() if name != "shm"},
-            compares_calls=checks is not None,
-            subgroups_compare=set_up is not None and set_up.subgroups_compare,
-            subgroups_wait=set_up is None or set_up.waits,
+            checking=checking,
+            subgroups=Checking.OFF if set_up is None else set_up.subgroups,
         )
         return request.make("shm", others)
-    return request.make() if checks is None else request.make("checked", checks)
+    return request.make() if checking is Checking.OFF else request.make("checked", (names, checking))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedBackends:
-    """What a group of torch's backends is made of whose calls are compared."""
-
-    names: Mapping[str, str]
-    waits: bool
-    """Whether every call waits for all ranks to make it."""
-    compares: bool = True
-
-
-def _checks_of_default(set_up: GroupSetUp | None, names: Mapping[str, str]) -> CheckedBackends | None:
-    if set_up is None or not (set_up.compares_calls or set_up.explains_losses):
-        return None
-    compares = set_up.compares_calls
-    return CheckedBackends(names=names, waits=set_up.waits and compares, compares=compares)
-
-
-def _checks_of_subgroup(default: Any, names: Mapping[str, str]) -> CheckedBackends | None:
+def _checking_of_subgroup(default: Any, names: Mapping[str, str]) -> Checking:
     """A group of some ranks of the default group does as that one does."""
     kinds = set(names.values())
     if isinstance(default, CheckedProcessGroup) and kinds <= {"gloo", *default.backend_names.values()}:
-        compares = capabilities_of(default).compares_calls
-        return CheckedBackends(names=names, waits=default.waits and compares, compares=compares)
-    if isinstance(default, ShmProcessGroup):
-        beside = default.accelerators
-        if beside.compares_calls or (beside.subgroups_compare and kinds == {"gloo"}):
-            return CheckedBackends(names=names, waits=beside.subgroups_wait)
-    return None
+        return default.checking
+    if isinstance(default, ShmProcessGroup) and (default.accelerators.checking.compares or kinds == {"gloo"}):
+        return default.accelerators.subgroups
+    return Checking.OFF
 
 
 def _set_timeout(group: ProcessGroup, timeout: timedelta) -> bool:
@@ -119,7 +109,7 @@ def _make_shm(options: Any, accelerators: Any = None) -> ShmProcessGroup | Check
             say_not_shared(found.reason)
         known = GroupSetUp(hosts=hosts, deadline=set_up.deadline)
         names = {"cpu": "gloo", **others.names}
-        group = check_group(options.store, options.group_rank, options.timeout, names, members, known)
+        group = _check_group(options, names, Checking.WAIT, members, known)
     else:
         group = found
     remember_hosts(group, hosts)
@@ -127,21 +117,12 @@ def _make_shm(options: Any, accelerators: Any = None) -> ShmProcessGroup | Check
     return group
 
 
-def _make_checked(options: Any, backends: CheckedBackends) -> CheckedProcessGroup:
+def _make_checked(options: Any, asked: tuple[Mapping[str, str], Checking]) -> CheckedProcessGroup:
     """Make the group that torch requests, of a backend for each device (collective over its ranks)."""
     report_uncaught_exceptions()
     members = _read_members(options)
     set_up = _read_set_up(options, members)
-    group = check_group(
-        options.store,
-        options.group_rank,
-        options.timeout,
-        backends.names,
-        members,
-        set_up,
-        waits=backends.waits,
-        compares=backends.compares,
-    )
+    group = _check_group(options, *asked, members, set_up)
     if set_up.hosts is not None:
         remember_hosts(group, set_up.hosts)
     OPEN_GROUPS.add(group)
@@ -174,34 +155,22 @@ def _read_members(options: Any) -> GroupMembers:
     return GroupMembers(global_ranks=global_ranks, find_lost=find_lost)
 
 
-def check_group(
-    store: Store,
-    rank: int,
-    timeout: timedelta,
-    backends: Mapping[str, str],
-    members: GroupMembers,
-    set_up: GroupSetUp,
-    *,
-    waits: bool = True,
-    compares: bool = True,
+def _check_group(
+    options: Any, backends: Mapping[str, str], checking: Checking, members: GroupMembers, set_up: GroupSetUp
 ) -> CheckedProcessGroup:
-    """Make a checked group in a store of its own (collective over its ranks).
-
-    Without `waits`, on one host, a call costs less, and the group cannot be used after a mismatch. Without `compares`
-    lost ranks are named all the same.
-    """
+    """Make a checked group in a store of its own (collective over its ranks)."""
+    store, rank, timeout = options.store, options.group_rank, options.timeout
     place = PrefixStore("compare/shm", store)
-    shared = make_shared_memory_comparer(place, rank, timeout, members, set_up, waits=waits)
-    comparer: Comparer
-    peers: GroupPeers
-    if shared is None:
-        comparer = peers = GlooComparer(store, rank, timeout, members.global_ranks)
-    else:
-        comparer, peers = shared, shared.peers
-    with _failure_reported(comparer, peers):
-        watched = replace(members, find_lost=peers.find_any_lost)
+    comparer: Comparer | None = make_shared_memory_comparer(
+        place, rank, timeout, members, set_up, waits=checking is Checking.WAIT
+    )
+    if comparer is None:
+        comparer = GlooComparer(store, rank, timeout, members.global_ranks)
+        checking = Checking.WAIT if checking.compares else checking
+    with _failure_reported(comparer):
+        watched = replace(members, find_lost=comparer.peers.find_any_lost)
         inner, sockets = _connect(store, rank, timeout, backends, watched, set_up)
-    return CheckedProcessGroup(inner, comparer, peers, backends, members.global_ranks, sockets, compares=compares)
+    return CheckedProcessGroup(inner, comparer, checking, backends, members.global_ranks, sockets)
 
 
 def _connect(
@@ -234,11 +203,11 @@ def _connect(
 
 
 @contextmanager
-def _failure_reported(comparer: Comparer, peers: GroupPeers) -> Iterator[None]:
+def _failure_reported(comparer: Comparer) -> Iterator[None]:
     """Report to the other ranks, which wait to be connected, why this one will not be."""
     try:
         yield
     except BaseException as error:
-        peers.report_failure(error)
+        comparer.peers.report_failure(error)
         comparer.close()
         raise

@@ -272,7 +272,6 @@ class GlooComparer:
     """
 
     def __init__(self, store: Store, rank: int, timeout: timedelta, global_ranks: Sequence[int]) -> None:
-        self.waits = True
         self._store = store
         self._global_ranks = global_ranks
         self._global_rank = global_ranks[rank]
@@ -287,6 +286,11 @@ class GlooComparer:
             self.find_any_lost,
         )
 
+    @property
+    def peers(self) -> "GlooComparer":
+        """What is known of the other ranks."""
+        return self
+
     def compare_calls(self, call: bytes) -> None:
         self.raise_if_broken()
         try:
@@ -300,12 +304,12 @@ class GlooComparer:
             dict(zip(self._global_ranks, calls, strict=True)), dict(zip(self._global_ranks, lines, strict=True))
         )
 
-    def publish_call(self, call: bytes) -> None:
+    def begin_call(self, call: bytes) -> None:
         """Compare a call as `compare_calls` does: between hosts there is no cheaper way (collective)."""
         self.compare_calls(call)
 
     def check(self) -> None:
-        """Do nothing: ranks wait for each other in every comparison (local)."""
+        self.raise_if_broken()
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._gloo.set_timeout(timeout)

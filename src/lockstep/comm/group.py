@@ -24,12 +24,11 @@ from torch.distributed import ProcessGroup, Work
 from lockstep.comm.capabilities import GroupCapabilities
 from lockstep.comm.collectives import Collective, add_collectives, refuse_one_output_twice
 from lockstep.comm.gloo import GlooComparer, GlooSockets
-from lockstep.comm.hosts import known_hosts
+from lockstep.comm.hosts import Checking, known_hosts
 from lockstep.comm.lost_ranks import ABORT_SECONDS, DeviceWatch
 from lockstep.comm.open_calls import OPEN_GROUPS, CallEvents, CallsUnderWay, InterruptibleWaits, describe_destroyed
 from lockstep.comm.shm.arguments import read_allocation
 from lockstep.comm.shm.comparison import SharedMemoryComparer
-from lockstep.comm.shm.peers import Peers
 from lockstep.errors import CollectiveMismatchError, GroupError, PeerLostError
 from lockstep.processes.ending import start_thread_left_alone
 from lockstep.processes.forking import finalize_here
@@ -45,8 +44,6 @@ _CHECK_TIMEOUT: Final = timedelta(seconds=0.2)
 
 Comparer = SharedMemoryComparer | GlooComparer
 """How the ranks of a group compare their calls: over shared memory, or over a Gloo group between hosts."""
-GroupPeers = Peers | GlooComparer
-"""What is known of the other ranks, and what they are told; `GlooComparer` is both."""
 
 
 @final
@@ -56,26 +53,23 @@ class CheckedProcessGroup(ProcessGroup):
     """Torch's backends for some devices, with calls that are compared first.
 
     Every collective has the name, the arguments and the meaning that `torch.distributed.ProcessGroup` gives it.
-    Without `compares` it only names lost ranks in errors.
     """
 
     def __init__(
         self,
         inner: ProcessGroup,
         comparer: Comparer,
-        peers: GroupPeers,
+        checking: Checking,
         backends: Mapping[str, str],
         global_ranks: Sequence[int],
         sockets: GlooSockets | None = None,
-        *,
-        compares: bool = True,
     ) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this form
         self._inner: Any = inner
         self._global_ranks = global_ranks
         self._comparer = comparer
-        self._peers = peers
-        self._compares = compares
+        self._peers = peers = comparer.peers
+        self.checking = checking
         self._broken: GroupError | None = None
         self._abort_thread: threading.Thread | None = None
         self._sockets = sockets
@@ -83,7 +77,6 @@ class CheckedProcessGroup(ProcessGroup):
         self._waits = InterruptibleWaits()
         self._events = CallEvents(global_ranks)
         self.backend_names = dict(backends)
-        self.waits = comparer.waits
         for device, name in backends.items():
             place = torch.device(device)
             backend = backend_of(inner, place)
@@ -98,13 +91,12 @@ class CheckedProcessGroup(ProcessGroup):
         call = collective.read(arguments, keywords)
         refuse_one_output_twice(call)
         number = self._events.take_number()
-        if not self._compares:
+        if not self.checking.compares:
             return self._forward(collective.methods[0], call.arguments)
         description = collective.describe(call, self._global_ranks)
-        compare = self._comparer.compare_calls if self._comparer.waits else self._comparer.publish_call
         event = self._events.begin(number, description, call.outputs)
         return self._compare_then(
-            compare, description, lambda: self._forward(collective.methods[0], call.arguments, event)
+            self._comparer.begin_call, description, lambda: self._forward(collective.methods[0], call.arguments, event)
         )
 
     def compare_calls(self, call: bytes) -> None:
@@ -138,7 +130,9 @@ class CheckedProcessGroup(ProcessGroup):
     def capabilities(self) -> GroupCapabilities:
         hosts = known_hosts(self)
         return GroupCapabilities(
-            is_host_local=hosts is not None and hosts.is_one_host, compares_calls=self._compares, reports_exits=True
+            is_host_local=hosts is not None and hosts.is_one_host,
+            compares_calls=self.checking.compares,
+            reports_exits=True,
         )
 
     def __repr__(self) -> str:
@@ -198,7 +192,7 @@ class CheckedProcessGroup(ProcessGroup):
             compare(call)
             return action()
         except CollectiveMismatchError:
-            if not self._comparer.waits:
+            if self.checking is not Checking.WAIT:
                 self._abort()
             raise
         except (KeyboardInterrupt, SystemExit) as error:
@@ -239,10 +233,7 @@ class CheckedProcessGroup(ProcessGroup):
 
     def _check(self) -> None:
         try:
-            if self._comparer.waits:
-                self._peers.raise_if_broken()
-            else:
-                self._comparer.check()
+            self._comparer.check()
         except GroupError:
             self._abort()
             raise

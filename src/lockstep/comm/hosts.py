@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from pathlib import Path
 from typing import Final
 
@@ -236,6 +237,19 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 # -- What is known of a group ------------------------------------------------------------------------------------------
 
 
+class Checking(Enum):
+    """What a group of torch's backends does about the calls of its ranks; each does what those before it do."""
+
+    OFF = "nothing: it is torch's own group"
+    EXPLAIN = "name lost ranks in errors"
+    PUBLISH = "compare each call with those of ranks that have made it already"
+    WAIT = "let each call wait for all ranks to make it; the group stays usable after a mismatch"
+
+    @property
+    def compares(self) -> bool:
+        return self in {Checking.PUBLISH, Checking.WAIT}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSetUp:
     """What `init_process_group` has found out about the group that torch makes for it."""
@@ -243,14 +257,10 @@ class GroupSetUp:
     hosts: GroupHosts | None
     """Where its ranks are; None for a worker that is alone."""
     deadline: Deadline
-    compares_calls: bool = False
-    """Whether the group is to compare calls, where its backend does not."""
-    waits: bool = True
-    """Whether each of those calls waits for all ranks to make it."""
-    subgroups_compare: bool = False
-    """Whether groups of Gloo that `new_group` makes beside shared memory are to compare calls."""
-    explains_losses: bool = False
-    """Whether a group that compares no calls is to name lost ranks all the same, where its backend does not."""
+    checking: Checking = Checking.OFF
+    """Of calls in torch's backends."""
+    subgroups: Checking = Checking.OFF
+    """The same for groups of Gloo that `new_group` makes beside shared memory."""
 
 
 _SET_UP: Final = ContextVar[GroupSetUp | None]("the set-up under way in this thread", default=None)

@@ -41,6 +41,7 @@ from lockstep.comm.bootstrap.store import (
 )
 from lockstep.comm.gloo import gloo_connected_in_time
 from lockstep.comm.hosts import (
+    Checking,
     GroupHosts,
     GroupMembers,
     GroupSetUp,
@@ -318,15 +319,12 @@ def find_set_up(
     warn_of_nccl(backend, hosts, rank)
     if uses_gloo_anywhere(backend):
         choose_interface(store, rank, hosts, location, deadline.with_at_least(_LEAST_SECONDS))
+    asked = Checking.PUBLISH if check is None else Checking.WAIT if check else Checking.OFF
+    checking = asked if _decide_check(check, backend, rank, hosts) else Checking.OFF
+    if checking is Checking.OFF and backend_names(backend) == ["gloo"] and opened.world_size > 1:
+        checking = Checking.OFF if hosts.why_not_shared(range(opened.world_size)) else Checking.EXPLAIN
     return backend, GroupSetUp(
-        hosts=hosts,
-        deadline=deadline.with_at_least(_LEAST_SECONDS),
-        compares_calls=_decide_check(check, backend, rank, hosts),
-        waits=check is not None,
-        subgroups_compare=check is not False,
-        explains_losses=backend_names(backend) == ["gloo"]
-        and opened.world_size > 1
-        and not hosts.why_not_shared(range(opened.world_size)),
+        hosts=hosts, deadline=deadline.with_at_least(_LEAST_SECONDS), checking=checking, subgroups=asked
     )
 
 
@@ -377,7 +375,7 @@ def _in_time(
         yield
         return
     with setting_up(set_up), contextlib.ExitStack() as until_made:
-        if uses_gloo and not set_up.compares_calls and not set_up.explains_losses:
+        if uses_gloo and set_up.checking is Checking.OFF:
             members = GroupMembers(global_ranks=range(world_size))
             until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
         yield

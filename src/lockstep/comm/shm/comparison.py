@@ -53,9 +53,15 @@ _LOST_SECONDS: Final = 0.5
 
 
 @final
-class PublishedCalls:
-    def __init__(self, memory: Memory, peers: Peers) -> None:
-        self._peers = peers
+class SharedMemoryComparer:
+    """Compares calls in one of two ways; with `waits`, a call waits for all ranks, and a mismatch breaks nothing."""
+
+    def __init__(self, memory: Memory, peers: Peers, *, waits: bool) -> None:
+        self._waits = waits
+        self._memory = memory
+        self.peers = self._peers = peers
+        self._exchange = PhaseExchange(memory, peers)
+        self._run_lock = threading.Lock()
         self._addresses = [memory.address + memory.layout.send_buffer(rank, 0) for rank in range(peers.size)]
         self._headers = [(ctypes.c_int64 * 3).from_address(address) for address in self._addresses]
         words = ctypes.c_int64 * (_NUM_SLOTS * _WORDS_PER_SLOT)
@@ -71,11 +77,51 @@ class PublishedCalls:
         self._digest = 0
         self._lost_since: float | None = None
 
-    def publish(self, call: bytes) -> None:
-        """Publish the next call of this rank (every rank of the group must make the same)."""
+    def compare_calls(self, call: bytes) -> None:
+        """Return when every rank has made the same call, or raise on all alike if they differ (collective)."""
+        self._peers.raise_if_broken()
+        with self._run_lock:
+            try:
+                if self._waits:
+                    self._exchange.compare_calls(call)
+                else:
+                    self._publish(call)
+                    self._wait_for_all(call)
+            except GroupError:
+                raise  # on every rank alike, or published by the rank that found it
+            except BaseException as error:
+                # Ctrl-C, as a rule: this rank may be a phase behind the others from here on.
+                self._peers.fail(error, call)
+                raise
+
+    def begin_call(self, call: bytes) -> None:
+        """Do the same; without `waits`, compare only with the ranks that have made this call by now.
+
+        If they differ, this rank raises here, and those that have made theirs in `check`.
+        """
+        if self._waits:
+            self.compare_calls(call)
+            return
+        self._peers.raise_if_broken()
+        with self._run_lock:
+            self._publish(call)
+
+    def check(self) -> None:
+        """Raise if another rank has made a different call, or was lost; while this rank waits for the backend."""
+        self._peers.raise_if_broken()
+        if not self._waits:
+            with self._run_lock:
+                self._check()
+
+    def close(self) -> None:
+        self._peers.publish_state(PeerState.LEFT)
+        self._peers.close()
+        self._memory.close()
+
+    def _publish(self, call: bytes) -> None:
         number, started = self._count, None
         while any(number - header[_COUNT] >= _FURTHEST for header, _ in self._others):
-            self.check()
+            self._check()
             if started is None:
                 started = time.monotonic()
             elif time.monotonic() - started > self._peers.timeout_seconds:
@@ -92,23 +138,21 @@ class PublishedCalls:
         self._order()
         self._compare()
 
-    def wait_for_all(self, call: bytes) -> None:
-        """Return when every rank has published this call too (collective)."""
+    def _wait_for_all(self, call: bytes) -> None:
         started, pause = time.monotonic(), _POLL_SECONDS
         while True:
             behind = [rank for rank, header in enumerate(self._headers) if header[_COUNT] < self._count]
             if not behind:
                 self._compare()
                 return
-            self.check()
+            self._check()
             limit = self._peers.timeout_seconds
             if time.monotonic() - started > limit:
                 raise self._peers.time_out(call, f"rank {self._peers.global_ranks[behind[0]]}", limit)
             time.sleep(pause)
             pause = min(2 * pause, _LAST_POLL_SECONDS)
 
-    def check(self) -> None:
-        """Raise if another rank has found a difference, or was lost; while this rank waits (local)."""
+    def _check(self) -> None:
         self._compare()
         self._peers.check([rank for rank, header in enumerate(self._headers) if header[_COUNT] < self._count])
         lost = self._peers.find_any_failed()
@@ -160,53 +204,3 @@ def _pack(call: bytes) -> tuple[int, bytes]:
     """Return a number that stands for the call, and what is published."""
     digest = hashlib.blake2b(call, digest_size=8).digest()
     return struct.unpack("<q", digest)[0], digest + struct.pack("<i", len(call)) + call
-
-
-@final
-class SharedMemoryComparer:
-    """Compares calls in one of two ways; with `waits`, a call waits for all ranks, and a mismatch breaks nothing."""
-
-    def __init__(self, memory: Memory, peers: Peers, *, waits: bool) -> None:
-        self.waits = waits
-        self._memory = memory
-        self.peers = peers
-        self._exchange = PhaseExchange(memory, peers)
-        self._published = PublishedCalls(memory, peers)
-        self._run_lock = threading.Lock()
-
-    def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has made the same call, or raise on all alike if they differ (collective)."""
-        self.peers.raise_if_broken()
-        with self._run_lock:
-            try:
-                if self.waits:
-                    self._exchange.compare_calls(call)
-                else:
-                    self._published.publish(call)
-                    self._published.wait_for_all(call)
-            except GroupError:
-                raise  # on every rank alike, or published by the rank that found it
-            except BaseException as error:
-                # Ctrl-C, as a rule: this rank may be a phase behind the others from here on.
-                self.peers.fail(error, call)
-                raise
-
-    def publish_call(self, call: bytes) -> None:
-        """Compare a call with those that the other ranks have made by now, without waiting for them.
-
-        If they differ, this rank raises here, and those that have made theirs in `check`.
-        """
-        self.peers.raise_if_broken()
-        with self._run_lock:
-            self._published.publish(call)
-
-    def check(self) -> None:
-        """Raise if another rank has made a different call, or was lost; while this rank waits for the backend."""
-        self.peers.raise_if_broken()
-        with self._run_lock:
-            self._published.check()
-
-    def close(self) -> None:
-        self.peers.publish_state(PeerState.LEFT)
-        self.peers.close()
-        self._memory.close()

@@ -148,7 +148,7 @@ class ShmProcessGroup(PythonProcessGroup):
             self._peers,
             device_watch,
             global_ranks,
-            compares=accelerators.compares_calls,
+            compares=accelerators.checking.compares,
         )
 
     # -- Collectives ---------------------------------------------------------------------------------------------

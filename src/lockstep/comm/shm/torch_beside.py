@@ -16,7 +16,7 @@ from lockstep.comm.calls import describe_call
 from lockstep.comm.collectives import Collective, CollectiveCall
 from lockstep.comm.gloo import GlooSockets, connect_gloo
 from lockstep.comm.group import ExplainedWork
-from lockstep.comm.hosts import FindLost
+from lockstep.comm.hosts import Checking, FindLost
 from lockstep.comm.lost_ranks import ABORT_SECONDS, DeviceWatch
 from lockstep.comm.shm.arguments import check_dense
 from lockstep.comm.shm.peers import Peers
@@ -36,12 +36,10 @@ class AcceleratorBackends:
 
     names: Mapping[str, str]
     """The backend for each type of accelerator that the group was made for."""
-    compares_calls: bool = False
-    """Whether their calls are compared too, over shared memory."""
-    subgroups_compare: bool = False
-    """Whether groups of Gloo that `new_group` makes of ranks of this group compare calls."""
-    subgroups_wait: bool = True
-    """Whether each of those calls waits for all ranks to make it."""
+    checking: Checking = Checking.OFF
+    """Of their calls; those are compared over shared memory."""
+    subgroups: Checking = Checking.OFF
+    """Of groups of Gloo that `new_group` makes of ranks of this group."""
 
 
 NO_ACCELERATORS: Final = AcceleratorBackends(names=MappingProxyType({}))
