@@ -104,7 +104,7 @@ def token_loss(model: nn.Module, batch: Any) -> ls.Mean:
 
 def make_rank_0_slow(trainer: ls.Trainer) -> None:
     """Let rank 0 measure four times as long for a shard as the others."""
-    stopwatch: Any = trainer.engine.runs.stopwatch
+    stopwatch: Any = trainer.internals.engine.runs.stopwatch
     if stopwatch is not None:  # there are other workers
         stopwatch.seconds_per_shard = lambda: 0.1 if trainer.world.rank else 0.4
 

@@ -6,7 +6,7 @@ workers find each other and agree on which calls are complete.
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -88,6 +88,7 @@ class PresentEngine:
         generations = current_generations() if continues else None
         state.waits_for_device = generations is not None
         self.on_continued: Callable[[Continued, World], None] = _log
+        """Called in the call that continues with other workers, on each of them; it may make no collective calls."""
         self._is_in_callback = False
         self._is_in_step = False
         self._has_moved = False
@@ -95,6 +96,7 @@ class PresentEngine:
         self._trained = _trained_parameters(state.model)
         self.member = None if generations is None else _member_of(generations)
         self.engine = self._make_engine(world, descriptions)
+        self.moments = Moments(trainer, state, self)
         if self.member is not None:
             self.member.add(self)
             self.member.generations.report_ready(max_workers=state.num_shards, min_workers=int(arguments.min_workers))
@@ -102,6 +104,11 @@ class PresentEngine:
     @property
     def world(self) -> World:
         return self.engine.world
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether the calls of the trainer continue without workers that are lost."""
+        return self.member is not None
 
     @property
     def epoch(self) -> int:
@@ -197,7 +204,7 @@ class PresentEngine:
             self._replace_engine(self.world, None)
 
     def move_to(self, world: World) -> None:
-        """Continue with other workers (collective for these); `Trainer.move_to` says what it raises."""
+        """Continue with other workers (collective for these), on which the state of the run must be the same."""
         self._check_not_in_callback()
         state = self._state
         state.check_last_step()
@@ -248,6 +255,11 @@ class PresentEngine:
     def state_for_new_worker(self) -> dict[str, Any]:
         """Return all that a new worker needs (local): the live tensors, and the generators as they are now."""
         return self._state.parts.save_for_worker()
+
+    def load_networks(self, state: Mapping[str, Any]) -> None:
+        """Take back the networks that the loss uses, for an evaluation of saved weights, which continues no run."""
+        self._state.networks.check(state)
+        self._state.networks.load(state)
 
     def own_places(self) -> dict[str, Any]:
         """Return what of `state_for_new_worker` may be overwritten here before it is loaded (local): it is copied."""

@@ -1,7 +1,8 @@
 """`Trainer`: what a training loop calls.
 
 A face over three objects, and the reference of what they offer: `RunState` is the state of the run; `PresentEngine` has
-a `StepEngine`, which takes the steps, and makes another one when the workers are others; `Moments` calls the callbacks.
+a `StepEngine`, which takes the steps, and makes another one when the workers are others; its `Moments` call the
+callbacks. `Trainer.internals`, which is that, is what `lockstep.runs` uses beside the public names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,12 +26,11 @@ from lockstep.engine.comparison import verify
 from lockstep.engine.evaluation import Forward, Metric, compute_statistics, evaluate
 from lockstep.engine.fingerprint import DeterminismSwitches, Fingerprint
 from lockstep.engine.networks import TRAINED_MODELS
-from lockstep.engine.present import Continued, Moments, PresentEngine
+from lockstep.engine.present import PresentEngine
 from lockstep.engine.run_state import RunState
 from lockstep.engine.saving import LoadedState, load_state, save_state
 from lockstep.engine.shard_runs import Loss
 from lockstep.engine.state_parts import Scheduler, Stateful
-from lockstep.engine.step_engine import StepEngine
 from lockstep.engine.step_table import StepResult
 from lockstep.processes.loaded_states import warn_of_missed_states
 from lockstep.reduce import BucketLimits
@@ -92,7 +92,7 @@ class Trainer:
         nonfinite: What to do with a step whose loss or gradient is not finite: "stop" raises an error; "skip" leaves
             parameters, buffers and optimizer as they were, on all workers alike, and continues. On a GPU, with an
             optimizer of torch's that has fused=True and without a scaler, no step waits for its loss: "stop" raises in
-            the next `step`, `save`, `evaluate`, `move_to` or `close`, and the cursor is at the failed step again.
+            the next `step`, `save`, `evaluate` or `close`, and the cursor is at the failed step again.
         exact_mean: Whether the loss of a slice must be a mean over its samples, or over what its weight counts, so that
             a step has the gradient of its whole batch. It is tried in the first step, on the slice of shard 0 and its
             parts, in evaluation mode: another loss raises an error. False: whatever it is, a step has the mean of its
@@ -114,7 +114,6 @@ class Trainer:
             this worker and it is not there, or alone.
 
     Attributes:
-        moments: Calls the callbacks, also for a loop that evaluates or saves in another way than with this trainer.
         optimizer: The optimizer; several as one, with the groups of all, and each in `parts` by its name.
 
     Raises:
@@ -190,11 +189,10 @@ class Trainer:
         self.seed = self._state.seed
         self._switches = DeterminismSwitches(deterministic=deterministic)
         try:
-            self._present = PresentEngine(self, self._state, arguments, world, descriptions)
+            self.internals = PresentEngine(self, self._state, arguments, world, descriptions)
         except BaseException:
             self._switches.restore()
             raise
-        self.moments = Moments(self, self._state, self._present)
 
     def loader(self, dataset: Dataset[Any], *, batch_size: int, **options: Unpack[LoaderOptions]) -> ShardedLoader:
         """Return a `ShardedLoader` with the shards, the seed and the workers of this trainer (local).
@@ -243,9 +241,9 @@ class Trainer:
                 other workers', or is not the next one of a restored run; the model was changed between steps; the
                 optimizer's options are not the other workers'; or the trainer was closed.
         """
-        self.moments.start()
-        result = self._present.step(batch)
-        self.moments.end_step(result)
+        self.internals.moments.start()
+        result = self.internals.step(batch)
+        self.internals.moments.end_step(result)
         return result
 
     def evaluate(
@@ -277,8 +275,8 @@ class Trainer:
         """
         self._state.check_last_step()
         tensors = tensors_of(weights, self._state.callbacks.all())
-        found = self._present.repeatable(lambda world: evaluate(self._state, world, loader, metric, tensors))
-        self.moments.look_at_evaluation(found, name)
+        found = self.internals.repeatable(lambda world: evaluate(self._state, world, loader, metric, tensors))
+        self.internals.moments.look_at_evaluation(found, name)
         return found
 
     def update_batchnorm(self, loader: ShardedLoader, weights: SWA, forward: Forward | None = None) -> None:
@@ -297,7 +295,7 @@ class Trainer:
         """
         self._state.check_last_step()
         forward = forward or (lambda model, batch: model(batch[0]))
-        found = self._present.repeatable(
+        found = self.internals.repeatable(
             lambda world: compute_statistics(self._state, world, loader, weights.tensors, forward)
         )
         weights.set_statistics(found)
@@ -317,7 +315,7 @@ class Trainer:
                 or samples are others when they are loaded again; names what differs.
         """
         self._state.check_last_step()
-        engine = self.engine
+        engine = self.internals.engine
         verify(self._state, engine.world, loader, steps, engine.number_shards, engine.step)
 
     # -- Reading, saving and loading the state of the run --------------------------------------------------------------
@@ -365,17 +363,9 @@ class Trainer:
         """
         with self._state.restored_from(state):
             pass
-        self.moments.begin_again()
-        if self._present.world.rank == 0:  # one warning is enough
+        self.internals.moments.begin_again()
+        if self.internals.world.rank == 0:  # one warning is enough
             warn_of_other_conditions(state.get("fingerprint"), self.fingerprint())
-
-    def load_networks(self, state: Mapping[str, Any]) -> None:
-        """Take back, of what `state_dict` returned, the networks that the loss uses beside the model (local).
-
-        For an evaluation of saved weights, which continues no run.
-        """
-        self._state.networks.check(state)
-        self._state.networks.load(state)
 
     def save(
         self,
@@ -405,10 +395,10 @@ class Trainer:
             ValueError: The trainer steps a scheduler by itself already.
         """
         self._state.check_last_step()
-        file = self._present.repeatable(
+        file = self.internals.repeatable(
             lambda world: save_state(self._state, world, Path(path), scheduler, metrics, extra)
         )
-        self.moments.note_save(file)
+        self.internals.moments.note_save(file)
         return file
 
     def load(
@@ -440,26 +430,16 @@ class Trainer:
                 to another model, optimizer or run. Nothing was changed.
             ValueError: The trainer steps a scheduler by itself already.
         """
-        loaded = self._present.repeatable(lambda world: load_state(self._state, world, Path(path), scheduler, extra))
-        self.moments.begin_again()
+        loaded = self.internals.repeatable(lambda world: load_state(self._state, world, Path(path), scheduler, extra))
+        self.internals.moments.begin_again()
         return loaded
 
     # -- Other workers: some are lost, others join ---------------------------------------------------------------------
 
     @property
-    def engine(self) -> StepEngine:
-        """Takes the steps, with the present workers."""
-        return self._present.engine
-
-    @property
     def world(self) -> World:
         """The present workers."""
-        return self._present.world
-
-    @property
-    def can_continue(self) -> bool:
-        """Whether this trainer continues without workers that are lost."""
-        return self._present.member is not None
+        return self.internals.world
 
     def repeatable(self, call: Callable[[World], Result]) -> Result:
         """Make collective calls of your own, which continue without a lost worker as `evaluate` does (collective).
@@ -470,15 +450,7 @@ class Trainer:
             call: Called with the present workers; and again, with others, if one is lost meanwhile. It changes nothing
                 that lasts, or nothing that a second call does not do alike.
         """
-        return self._present.repeatable(call)
-
-    def on_continued(self, listener: Callable[[Continued, World], None]) -> None:
-        """Call `listener` on every worker that continues without others, instead of logging who was lost (local).
-
-        It is called with what has happened and the present workers, in the call that continues. It may make no
-        collective calls.
-        """
-        self._present.on_continued = listener
+        return self.internals.repeatable(call)
 
     def on_new_world(self, callback: Callable[[World], object]) -> None:
         """Call `callback(world)` now, and again whenever the workers are others (collective).
@@ -492,7 +464,7 @@ class Trainer:
 
         The callback may make collective calls.
         """
-        self._present.on_new_world(callback)
+        self.internals.on_new_world(callback)
 
     def join(self, loop: Stateful | None = None, *, before_leaving: Callable[[], object] | None = None) -> bool:
         """Join the others, if this worker was started when they were training already (collective for new workers).
@@ -517,26 +489,10 @@ class Trainer:
             CheckpointError: This worker has another model or optimizer than the others, or other trainers.
             SystemExit: It is not needed: the run has ended.
         """
-        is_new = self._present.join(loop, before_leaving)
+        is_new = self.internals.join(loop, before_leaving)
         if is_new:
-            self.moments.start_as_others()
+            self.internals.moments.start_as_others()
         return is_new
-
-    def move_to(self, world: World) -> None:
-        """Continue with other workers (collective for these): close the present engine and make a new one.
-
-        The state of the run stays: model, optimizer, scheduler, scaler and cursor, which must be the same on all of the
-        new workers. A loader that is to continue as well is made with `world=lambda: trainer.world`.
-
-        Args:
-            world: The new workers.
-
-        Raises:
-            ParameterMismatchError: Workers have different models.
-            PeerFailedError: This number of workers is refused on another worker.
-            ValueError: More workers than shards, or trainers that differ between workers.
-        """
-        self._present.move_to(world)
 
     # -- Ending before the last epoch, on all workers after the same step ----------------------------------------------
 
@@ -562,7 +518,7 @@ class Trainer:
                 trainer.save("run.ckpt")
                 return  # under ls.launch; in a script of lockstep run or torchrun: sys.exit(75)
         """
-        self._present.engine.requests.stop_requested = True
+        self.internals.engine.requests.stop_requested = True
 
     def request_end(self, reason: str, *, after_next_step: bool = False) -> None:
         """End the training, on every worker (local; for callbacks).
@@ -588,9 +544,9 @@ class Trainer:
             LossError: The last step was not finite, and no call has raised that yet; see `nonfinite`.
         """
         try:
-            self.moments.end()
+            self.internals.moments.end()
         finally:
-            self.engine.close()
+            self.internals.engine.close()
             TRAINED_MODELS.discard(self._state)
             self._switches.restore()
         self._state.check_last_step()

@@ -124,7 +124,7 @@ def build_parts(config: Config, device: torch.device) -> RunParts:
         weights=_numbers_of_samples(config, "weights", train_set, read_weights),
         lengths=_numbers_of_samples(config, "lengths", train_set, read_lengths),
     )
-    held = trainer.moments.callbacks
+    held = trainer.internals.moments.callbacks
     named = dict(zip(held.names, held.all(), strict=True))  # as in a checkpoint: a second EMA is EMA-2
     return RunParts(
         trainer=trainer,

@@ -88,7 +88,7 @@ def load_parts(
     }
     parts = build_parts(config.model_copy(update=changed), device)
     state = load_weights_of(checkpoint, parts.trainer.model, weights)
-    parts.trainer.load_networks(state)
+    parts.trainer.internals.load_networks(state)
     return parts
 
 
@@ -171,7 +171,7 @@ def measure_all(parts: RunParts) -> RunMeans:
     """
     found: dict[str, Mean] = {}
     others: list[str] = []
-    with parts.trainer.moments.one_evaluation():
+    with parts.trainer.internals.moments.one_evaluation():
         for set_name, loader in parts.evaluated.items():
             for average, weights in [("", None), *parts.averages.items()]:
                 prefix = _prefix(average, set_name)
@@ -216,7 +216,7 @@ def check_metric_names(config: Config, parts: RunParts) -> None:
     known: list[str] = []
     for set_name in parts.evaluated:
         few = make_loader(config, first_samples(parts.datasets[set_name], config.batch_size), num_workers=0)
-        with parts.trainer.moments.no_evaluation(), warnings.catch_warnings():
+        with parts.trainer.internals.moments.no_evaluation(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The metric .* has counted nothing")  # in these few samples
             names = list(measure(parts, few))
         for average in ["", *parts.averages]:
@@ -241,7 +241,7 @@ def _check_different(names: Sequence[str], parts: RunParts) -> None:
 
 def _metrics_of_callbacks(config: Config, parts: RunParts) -> dict[str, str]:
     named = {} if config.early_stopping is None else {"early_stopping.metric": config.early_stopping.metric}
-    for each in parts.trainer.moments.callbacks.all():
+    for each in parts.trainer.internals.moments.callbacks.all():
         if isinstance(each, ReduceLROnPlateau):
             named["scheduler_args.metric"] = each.metric
     return named

@@ -62,7 +62,7 @@ def fit(
     sums = EpochSums() if resume is None else EpochSums(resume.epoch_loss, resume.epoch_weight)
     saver = RunSaver(config, run_dir, recorder, parts.states)
     training = TrainingContext(config, parts, recorder, saver, stop, sums)
-    trainer.on_continued(training.follow)
+    trainer.internals.on_continued = training.follow
     stop.add_listener(trainer.request_stop)
     own_scheduler = parts.scheduler if trainer.scheduler is None else None
     patch = ""
@@ -75,7 +75,7 @@ def fit(
             lambda world: _write_facts(world, run_dir, fingerprint, device, code or Path(), saves_code=config.save_code)
         )
     recorder.record(_describe_run(config, parts, device, patch))
-    trainer.moments.start()
+    trainer.internals.moments.start()
     is_over = trainer.cursor.epoch >= config.epochs or trainer.is_ending
     with saver:
         test = _train_epochs(training)
@@ -84,7 +84,7 @@ def fit(
         _wait_for_save(trainer, saver)
     if is_over:
         test = measure_all(parts)
-    trainer.moments.end()
+    trainer.internals.moments.end()
     shown, counted = test.most_telling()
     return FitResult(
         digest=trainer.digest(),
@@ -128,7 +128,7 @@ class TrainingContext:
         """Save a checkpoint on rank 0; check the parameters on every rank."""
         _check_finite(self.parts.trainer)
         self.saver.save(self.parts.trainer, self.parts.scheduler, metrics)
-        self.parts.trainer.moments.note_save(self.saver.path_of(self.parts.trainer))
+        self.parts.trainer.internals.moments.note_save(self.saver.path_of(self.parts.trainer))
 
     def record_lost_loading_processes(self) -> None:
         """Record which loading processes of any worker were killed since the last call (local)."""
@@ -194,7 +194,7 @@ def _train_epochs(training: TrainingContext) -> RunMeans | None:
         if is_last or trainer.is_ending:
             continue
         is_stopped = trainer.repeatable(lambda world: any(world.gather_objects(training.stop.is_made)))
-        if is_stopped and not trainer.moments.will_end():
+        if is_stopped and not trainer.internals.moments.will_end():
             return None
     return test
 
@@ -287,7 +287,7 @@ def _measure_again_if_ending(parts: RunParts, test: RunMeans) -> RunMeans:
     """Return an evaluation, or if it ended the run one with BatchNorm's statistics for mean weights (collective)."""
     if not parts.trainer.is_ending or not update_statistics(parts):
         return test
-    with parts.trainer.moments.no_evaluation():
+    with parts.trainer.internals.moments.no_evaluation():
         return measure_all(parts)
 
 
@@ -359,7 +359,7 @@ def _write_facts(
 
 def _wait_for_save(trainer: Trainer, saver: RunSaver) -> None:
     """Wait on every worker until rank 0 has written the last checkpoint: if it is lost, another writes it."""
-    if trainer.can_continue:
+    if trainer.internals.can_continue:
         trainer.repeatable(lambda world: gather_results(world, saver.wait, "writing the last checkpoint"))
 
 
@@ -406,6 +406,6 @@ def _finish(config: Config, trainer: Trainer) -> str | None:
         trainer.model.eval()
         return str(call_object("finish", function, trainer.model, **config.finish_args))
 
-    if not trainer.can_continue:
+    if not trainer.internals.can_continue:
         return call()
     return trainer.repeatable(lambda world: gather_results(world, call, "the config's finish function"))[0]

@@ -82,7 +82,7 @@ class RunSaver:
 
         An error of the previous save in the background is raised here. Earlier checkpoints are intact.
         """
-        if self._config.async_save or not trainer.can_continue:
+        if self._config.async_save or not trainer.internals.can_continue:
             self._save_in_background(trainer, scheduler, metrics)
             return
 
@@ -128,7 +128,7 @@ class RunSaver:
 
     def _save_in_background(self, trainer: Trainer, scheduler: Scheduler | None, metrics: Mapping[str, float]) -> None:
         rank = trainer.world.rank
-        copies = rank == 1 and trainer.can_continue
+        copies = rank == 1 and trainer.internals.can_continue
         self._last = None  # its memory is used again
         if rank == 0 or copies:
             checkpoint = self._checkpoint(trainer, scheduler, metrics)
@@ -290,7 +290,7 @@ def restore_run(parts: RunParts, checkpoint: Checkpoint, config: Config, allowed
     if checkpoint.manifest.step == 0:  # between epochs the loader may change, if this was allowed
         state["loader"] = None
     if checkpoint.manifest.config is not None:  # which callbacks there are may have changed, where that was allowed
-        mine = trainer.moments.callbacks
+        mine = trainer.internals.moments.callbacks
         known = {name: each for name, each in state["callbacks"].items() if name in mine.names}
         state["callbacks"] = {**mine.state_dict(), **known}
     trainer.load_state_dict(state)

@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +28,23 @@ class Diary(ls.Callback):
         self.moments: list[str] = []
         self.num_steps = 0
 
-    def on_start(self, trainer: Any) -> None:
+    def on_start(self, trainer: ls.Trainer) -> None:
         self.moments.append(f"start {trainer.cursor.epoch}.{trainer.cursor.step}")
 
-    def on_step(self, trainer: Any, result: Any) -> None:
+    def on_step(self, trainer: ls.Trainer, result: ls.StepResult) -> None:
         self.num_steps += 1
         self.moments.append(f"step {result.cursor.step} of {trainer.global_step}")
 
-    def on_epoch(self, trainer: Any, epoch: int) -> None:
+    def on_epoch(self, trainer: ls.Trainer, epoch: int) -> None:
         self.moments.append(f"epoch {epoch}")
 
-    def on_evaluate(self, trainer: Any, values: Any) -> None:
+    def on_evaluate(self, trainer: ls.Trainer, values: Mapping[str, float]) -> None:
         self.moments.append(f"evaluate {', '.join(values)}")
 
-    def on_save(self, trainer: Any, path: Any) -> None:
-        self.moments.append(f"save {Path(path).name}")
+    def on_save(self, trainer: ls.Trainer, path: Path) -> None:
+        self.moments.append(f"save {path.name}")
 
-    def on_end(self, trainer: Any) -> None:
+    def on_end(self, trainer: ls.Trainer) -> None:
         self.moments.append("end")
 
     def state_dict(self) -> dict[str, Any]:
@@ -52,6 +52,16 @@ class Diary(ls.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.num_steps = state_dict["num_steps"]
+
+
+class WronglyAnnotated(ls.Callback):
+    """Refused by type checkers, which know with what each moment is called, as editors do."""
+
+    def on_step(self, trainer: ls.StepResult, result: ls.StepResult) -> None: ...  # type: ignore[override]
+
+    def on_save(self, trainer: ls.Trainer, path: str) -> None: ...  # type: ignore[override]
+
+    def on_workers_changed(self, trainer: ls.Trainer, continued: str) -> None: ...  # type: ignore[override]
 
 
 def error_of(model: nn.Module, batch: Any) -> tuple[Any, int]:
@@ -664,9 +674,11 @@ def test_a_new_worker_starts_callbacks_by_itself_where_the_others_have_started_t
     old = Loop(None, callbacks=[Diary()])
     old.trainer.step(next(iter(old.loader.epoch(0))))
     new = Loop(None, callbacks=[diary := Diary()])
-    new.trainer._present.take_state(old.trainer._present.state_for_new_worker())
+    new.trainer.internals.take_state(old.trainer.internals.state_for_new_worker())
     with monkeypatch.context() as patch:
-        patch.setattr(new.trainer.moments, "_agree", lambda: pytest.fail("a call that the others do not make"))
+        patch.setattr(
+            new.trainer.internals.moments, "_agree", lambda: pytest.fail("a call that the others do not make")
+        )
         new.trainer.step(next(iter(new.loader.epoch(0, 1))))
     assert diary.moments == ["start 0.1", "step 1 of 2"]
 

@@ -57,7 +57,7 @@ def test_a_run_goes_on_with_fewer_or_more_workers_to_the_same_digest(model: type
             if model is Growing:
                 run.model.seen = state[0]["model"]["seen"].clone()
             run.trainer.load_state_dict(state[0])
-        run.trainer.move_to(present)
+        run.trainer.internals.move_to(present)
         assert run.trainer.world == present
         return run.finish()
 
@@ -71,7 +71,7 @@ def test_new_workers_that_are_elsewhere_in_the_data_are_refused() -> None:
         if world.rank == 1:
             run.trainer.step(next(run.loader.epoch(0)))
         with pytest.raises(ValueError, match="different arguments") as caught:
-            run.trainer.move_to(world)
+            run.trainer.internals.move_to(world)
         return str(caught.value)
 
     for said in run_ranks(2, program):
@@ -86,10 +86,10 @@ def test_an_engine_that_is_closed_holds_nothing_of_the_model_or_the_group() -> N
         run.finish()
         parameters = list(run.model.parameters())
         assert any(map(post_accumulate_grad_hooks, parameters))
-        reducer = weakref.ref(run.trainer.engine.runs.gradients)
-        bucket = weakref.ref(run.trainer.engine.runs.gradients._reducer.buckets[0])
+        reducer = weakref.ref(run.trainer.internals.engine.runs.gradients)
+        bucket = weakref.ref(run.trainer.internals.engine.runs.gradients._reducer.buckets[0])
         run.trainer.close()
-        assert run.trainer.engine.phase is StepPhase.CLOSED
+        assert run.trainer.internals.engine.phase is StepPhase.CLOSED
         assert bucket() is None
         assert not any(map(post_accumulate_grad_hooks, parameters))
         assert all(parameter.grad is None for parameter in parameters)
@@ -131,14 +131,14 @@ def test_a_reduction_that_fails_changes_nothing_and_the_step_can_be_taken_with_t
         group: Any = world.group
         if world.rank == 1:
             faults.in_the_loss(2)(run)
-            gradients: Any = run.trainer.engine.runs.gradients
+            gradients: Any = run.trainer.internals.engine.runs.gradients
             gradients.fail = lambda *_given: group.abort()  # as if killed
         with pytest.raises(RuntimeError, match=r"the loss function has failed|abort"):
             run.trainer.step(batches[1])
         if world.rank == 1:
             return ""
         assert faults.differences(before, run.everything()) == []
-        run.trainer.move_to(World(rank=0, world_size=1, group=None))
+        run.trainer.internals.move_to(World(rank=0, world_size=1, group=None))
         return run.finish()
 
     assert run_ranks(2, program)[0] == alone(Running)
@@ -150,8 +150,8 @@ def test_the_engine_of_workers_that_are_gone_is_freed_at_once() -> None:
     # take hundreds of steps. On Gloo a worker had 26 threads more after as many losses.
     run = Run(None)
     run.trainer.step(next(run.loader.epoch(0)))
-    engine = weakref.ref(run.trainer.engine)
-    run.trainer.move_to(World(rank=0, world_size=1, group=None))
+    engine = weakref.ref(run.trainer.internals.engine)
+    run.trainer.internals.move_to(World(rank=0, world_size=1, group=None))
     assert engine() is None
 
 
@@ -192,6 +192,6 @@ def test_more_workers_than_shards_are_refused() -> None:
     def program(world: World) -> None:
         run = Run(None)
         with pytest.raises(ValueError, match=f"{NUM_SHARDS + 1} workers cannot share {NUM_SHARDS} shards"):
-            run.trainer.move_to(world)
+            run.trainer.internals.move_to(world)
 
     run_ranks(NUM_SHARDS + 1, program)

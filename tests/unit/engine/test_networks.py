@@ -139,7 +139,7 @@ def test_a_resumed_run_has_them(workers: int, undisturbed: str, tmp_path: Path) 
     assert set(run_ranks(workers, resume)) == {undisturbed}
     fresh, checkpoint = Distilling(None), load_checkpoint(path)
     fresh.model.load_state_dict(checkpoint.model)
-    fresh.trainer.load_networks(unpack_state(checkpoint))  # as an evaluation does
+    fresh.trainer.internals.load_networks(unpack_state(checkpoint))  # as an evaluation does
     assert fresh.trainer.digest() == checkpoint.manifest.digest
 
 

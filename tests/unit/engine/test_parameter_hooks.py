@@ -193,9 +193,9 @@ def test_workers_that_change_do_not_read_all_parameters_again(monkeypatch: pytes
         return sum_of_bits(tensors)
 
     monkeypatch.setattr(parameters, "sum_of_bits", read)
-    training._present._replace_engine(training._present.world, None)  # as with other workers
+    training.internals._replace_engine(training.internals.world, None)  # as with other workers
     training.step(next(batches))
     assert not num_read
-    training._present._replace_engine(training._present.world, [])  # as after parameters were unfrozen
+    training.internals._replace_engine(training.internals.world, [])  # as after parameters were unfrozen
     training.step(next(batches))
     assert num_read

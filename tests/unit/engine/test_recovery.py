@@ -286,7 +286,7 @@ def test_two_trainers_and_groups_of_the_callers_own_continue(
         closed.trainer.close()
         seen: list[int] = []
         # Only the trainer in whose call a worker was lost told of it.
-        second.trainer.on_continued(lambda continued, _world: seen.append(10 + continued.world_size))
+        second.trainer.internals.on_continued = lambda continued, _world: seen.append(10 + continued.world_size)
         first.trainer.on_new_world(lambda present: seen.append(len(present.gather_objects(None))))
         batches = list(first.loader.epoch(0)), list(second.loader.epoch(0))
         first.trainer.step(batches[0][0])

@@ -296,7 +296,7 @@ def test_a_step_that_fails_before_it_has_recorded_anything_changes_nothing(
         fails = world.rank == world.world_size - 1
         with monkeypatch.context() as patch:
             if fails:
-                patch.setattr(run.trainer.engine.runs.random, "save", faults.fail)
+                patch.setattr(run.trainer.internals.engine.runs.random, "save", faults.fail)
             with pytest.raises((faults.InjectedError, ls.ReductionError)) as caught:
                 run.trainer.step(batches[number])
         return str(caught.value), differences(before, run.everything()), run.finish()
@@ -376,7 +376,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_part_of_ones_own_has_a_part_in_every_step_and_in_what_becomes_of_one_that_fails(workers: int) -> None:
     def program(world: World) -> tuple[list[str], str]:
         run = Run(world)
-        part = run.trainer.engine.part(Counted)
+        part = run.trainer.internals.engine.part(Counted)
         batches = run.loader.epoch(0)
         run.trainer.step(next(batches))
         if world.rank == world.world_size - 1:
@@ -398,14 +398,14 @@ def test_a_part_of_ones_own_has_a_part_in_every_step_and_in_what_becomes_of_one_
 def test_a_part_that_fails_fails_the_step_on_all_workers(moment: str) -> None:
     def program(world: World) -> tuple[str, list[str], list[str]]:
         def fail_in_part(run: Run) -> Any:
-            part = run.trainer.engine.part(Counted)
+            part = run.trainer.internals.engine.part(Counted)
             part.calls.clear()
             part.fails_in = moment
             return lambda: setattr(part, "fails_in", "")
 
         run = Run(world)
         said, changed = fail_once(run, fail_in_part, is_armed=moment == "change" or world.rank == 1)
-        return said, changed, run.trainer.engine.part(Counted).calls
+        return said, changed, run.trainer.internals.engine.part(Counted).calls
 
     for said, changed, calls in run_ranks(2, program):
         assert "the part has failed" in said
@@ -506,7 +506,7 @@ def test_a_reduction_error_of_one_worker_is_sent_to_the_others(rank: int, where:
         run = Run(world)
 
         def spoil(loss: Tensor) -> Tensor:
-            gradients: Any = run.trainer.engine.runs.gradients
+            gradients: Any = run.trainer.internals.engine.runs.gradients
             if world.rank == rank and where == "table":
                 gradients.sum_for_finite_check = fail
             elif world.rank == rank:  # in the backward, when the buckets of this step are there
@@ -576,7 +576,7 @@ def test_a_worker_without_memory_lets_go_of_its_step_before_it_makes_the_calls_o
             held.append(weakref.ref(activations))
             raise error
 
-        gradients: Any = run.trainer.engine.runs.gradients
+        gradients: Any = run.trainer.internals.engine.runs.gradients
         fail = gradients.fail
 
         def fail_and_look(*arguments: Any) -> None:
@@ -596,7 +596,7 @@ def test_a_worker_without_memory_lets_go_of_its_step_before_it_makes_the_calls_o
 def test_an_error_that_cannot_be_sent_says_so() -> None:
     run = Run(None)
     batch = next(run.loader.epoch(0))
-    gradients: Any = run.trainer.engine.runs.gradients
+    gradients: Any = run.trainer.internals.engine.runs.gradients
 
     def fail(*_: Any) -> Tensor:
         raise RuntimeError("device-side assert triggered")

@@ -397,7 +397,7 @@ def test_tiny_numbers_that_become_zero_are_in_the_fingerprint() -> None:
 
 def test_a_world_of_one_compares_nothing() -> None:
     trainer = make()
-    comparison = trainer.engine.part(WorkerComparison)
+    comparison = trainer.internals.engine.part(WorkerComparison)
     assert trainer.world.world_size == 1
     assert (comparison.options_number(), comparison.values_number()) == (0, 0)
 

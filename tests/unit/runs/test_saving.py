@@ -41,7 +41,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
 def save_as(rank: int, trainer: Trainer, folder: Path) -> tuple[RunSaver, str]:
     """Let a worker of this rank save; return its saver, and the digest of what was saved. Then the state changes."""
     saver = RunSaver(parse_config({"model": "a:b", "data": "a:c"}, "config"), folder, Recorders([]))
-    trainer.engine.world = world(rank)
+    trainer.internals.engine.world = world(rank)
     saver.save(trainer, None, {"loss": 0.5})
     digest = trainer.digest()
     with torch.no_grad():
