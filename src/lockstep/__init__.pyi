@@ -25,6 +25,7 @@ from lockstep.engine.averaging import EMA as EMA
 from lockstep.engine.averaging import SWA as SWA
 from lockstep.engine.callbacks import Callback as Callback
 from lockstep.engine.fingerprint import Fingerprint as Fingerprint
+from lockstep.engine.present import Continued as Continued
 from lockstep.engine.saving import LoadedState as LoadedState
 from lockstep.engine.schedules import ReduceLROnPlateau as ReduceLROnPlateau
 from lockstep.engine.schedules import make_schedule as make_schedule

@@ -18,10 +18,12 @@ import difflib
 import inspect
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, final
 
 from torch import nn
 
+from lockstep.engine.callback_types import Continued, StepResult, Trainer
 from lockstep.errors import CheckpointError
 from lockstep.recording import EventKind, own_recorder
 
@@ -41,14 +43,14 @@ class Callback:
     It may freeze and unfreeze parameters (`requires_grad_`) in every moment but `on_step`.
     """
 
-    def on_start(self, trainer: Any) -> None:
+    def on_start(self, trainer: Trainer) -> None:
         """Take note that training begins or is resumed (every worker).
 
         A callback that is given to a second trainer still has its state here. Those of `ls` begin anew if that trains
         another model, unless a state was loaded.
         """
 
-    def on_step(self, trainer: Any, result: Any) -> None:
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
         """Look at a step (every worker; local: evaluate, save and other collective calls are refused here).
 
         Args:
@@ -56,7 +58,7 @@ class Callback:
             result: The `StepResult`.
         """
 
-    def on_epoch(self, trainer: Any, epoch: int) -> None:
+    def on_epoch(self, trainer: Trainer, epoch: int) -> None:
         """Look at the end of an epoch, before it is evaluated (every worker).
 
         Args:
@@ -64,7 +66,7 @@ class Callback:
             epoch: The epoch, counted from 0.
         """
 
-    def on_evaluate(self, trainer: Any, values: Mapping[str, float]) -> None:
+    def on_evaluate(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         """Look at the result of an evaluation (every worker), but not of one that is made within this moment.
 
         A run that has ended in the middle of an epoch (`max_steps`, `max_time`) is evaluated there, and one that goes
@@ -75,7 +77,7 @@ class Callback:
             values: The means, by name.
         """
 
-    def on_save(self, trainer: Any, path: Any) -> None:
+    def on_save(self, trainer: Trainer, path: Path) -> None:
         """Take note of a checkpoint (every worker), but not of one that is saved within this moment.
 
         Args:
@@ -83,7 +85,7 @@ class Callback:
             path: The file. It may still be in the making, where it is written in the background.
         """
 
-    def on_workers_changed(self, trainer: Any, continued: Any) -> None:
+    def on_workers_changed(self, trainer: Trainer, continued: Continued) -> None:
         """Take note that the workers continue without a lost one (every one that is left; local).
 
         Args:
@@ -91,7 +93,7 @@ class Callback:
             continued: Who was lost, in `lost`; `str` says it in a line.
         """
 
-    def on_end(self, trainer: Any) -> None:
+    def on_end(self, trainer: Trainer) -> None:
         """Take note that training has ended (every worker)."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -101,20 +101,23 @@ class ShardRuns:
     """`row` is None where the host waits for the device or the model is on the CPU; `stopwatch` where shards stay."""
 
     def __init__(self, state: RunState, arguments: TrainerArguments, trained: TrainedModel, world: World) -> None:
-        self.state = state
+        # Annotated where `STEP_PARTS` reads it: type checkers come there first, by way of `callback_types.pyi`.
+        self.state: RunState = state
         self.arguments = arguments
         self.trained = trained
-        self.world = world
+        self.world: World = world
         losses, is_on_device = state.plan.losses, is_asynchronous(state.device)
         has_row = is_on_device and not state.waits_for_device
         self.row = DeviceRow(world, state.num_shards, state.device) if has_row else None
-        self.buffers = ShardZeroBuffers(state.kept_modules(), world, state.device)
+        self.buffers: ShardZeroBuffers = ShardZeroBuffers(state.kept_modules(), world, state.device)
         self.gradients = ShardReducer(trained, world, state.num_shards, arguments.bucket_limits)
         self.gradients.send_besides(self.buffers.start_sending)
-        self.random = RandomStates(generators_of_training(state.model, losses[0] if len(losses) == 1 else losses))
-        self.losses = ShardLosses(self.row)
-        self.values = StepValues(state.num_shards, self.row)
-        self.hooks = ParameterHooks(trained.trained, world)
+        self.random: RandomStates = RandomStates(
+            generators_of_training(state.model, losses[0] if len(losses) == 1 else losses)
+        )
+        self.losses: ShardLosses = ShardLosses(self.row)
+        self.values: StepValues = StepValues(state.num_shards, self.row)
+        self.hooks: ParameterHooks = ParameterHooks(trained.trained, world)
         self.stopwatch: Stopwatch | None = None
         self._recorder = own_recorder()
         if arguments.balance == "speed" and world.world_size > 1:
