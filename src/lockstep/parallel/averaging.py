@@ -265,8 +265,8 @@ def _start_weakly(method: "weakref.WeakMethod[Callable[[], Callable[[], None]]]"
 
 
 def check_options(nonfinite: str, on_skip: str) -> None:
-    for name, value, known in (("nonfinite", nonfinite, ("stop", "skip")), ("on_skip", on_skip, ("error", "zeros"))):
-        if value not in known:
+    for name, value, known in (("nonfinite", nonfinite, ("stop", "skip")), ("on_skip", on_skip, ("stop", "zeros"))):
+        if value not in known and (name, value) != ("on_skip", "error"):
             raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, known))}. (LS303)")
 
 

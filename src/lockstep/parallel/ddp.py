@@ -102,9 +102,9 @@ class DistributedDataParallel(TorchNames):
         forward_sync_buffers: Overwrite buffers (BatchNorm's statistics) with rank 0's before each training forward, and
             again at the end of each backward that synchronises.
         on_skip: What becomes of a batch that one rank skips after its forward (`continue` in an `except`, a loss that
-            is not finite): "error" on all ranks in the next backward, or "zeros": that rank takes part in the backward
-            of the others with zeros that do not count in the mean, and steps its optimizers as they do. See
-            `skip_backward`.
+            is not finite): "stop" for an error on all ranks in the next backward, or "zeros": that rank takes part in
+            the backward of the others with zeros that do not count in the mean, and steps its optimizers as they do.
+            See `skip_backward`.
         nonfinite: What becomes of an optimizer step with a gradient that is not finite: "stop" for an error that
             names rank and parameter, "skip" to change nothing in that step; a GPU tells one step later. A GradScaler
             sees them first.
@@ -142,7 +142,7 @@ class DistributedDataParallel(TorchNames):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
-        on_skip: Literal["error", "zeros"] = "error",
+        on_skip: Literal["stop", "zeros", "error"] = "stop",
         nonfinite: Literal["stop", "skip"] = "stop",
         compare: bool = True,
     ) -> None:

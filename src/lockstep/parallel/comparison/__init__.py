@@ -47,7 +47,8 @@ class ComparisonOptions:
     compares: bool
     """Whether more is compared than which backwards the ranks run."""
     nonfinite: Literal["stop", "skip"]
-    on_skip: Literal["error", "zeros"]
+    on_skip: Literal["stop", "zeros", "error"]
+    """"error" is an earlier name of "stop"."""
 
 
 @final
