@@ -106,7 +106,7 @@ def _git_state(run_dir: Path, folder: Path, start: int, *, saves_code: bool) -> 
     top, commit = _git(folder, "rev-parse", "--show-toplevel"), _git(folder, "rev-parse", "HEAD")
     if top is None or commit is None:
         return None
-    changes = _git(folder, "diff", "--binary", "--no-ext-diff", "--no-color", "HEAD", "--", ".") or b""
+    changes = _git(folder, "diff", "--binary", "--no-ext-diff", "--no-color", "--no-relative", "HEAD", "--", ".") or b""
     patch = f"uncommitted-{start}.patch"
     is_kept = saves_code and 0 < len(changes) <= _MAX_PATCH_BYTES
     if is_kept:
