@@ -297,6 +297,6 @@ def test_a_run_of_which_all_was_killed_is_continued_by_the_same_command(whole: O
     (left / "best.ckpt").unlink()
     with (left / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "epo')
-    again = train(tmp_path, 1, "", "resume=auto")
+    again = train(tmp_path, 1, "", "--resume", "auto")
     assert "resuming from run/step-00000003.ckpt" in again.stdout
     check_equal(again, whole)

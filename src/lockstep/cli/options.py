@@ -11,9 +11,10 @@ import typer
 from typer import Context
 from typer.core import TyperCommand
 
-from lockstep.devices import place_workers
+from lockstep.devices import Placement, place_workers
 from lockstep.errors import ConfigError
 from lockstep.launch.launcher import LaunchSettings, call_on_workers
+from lockstep.runs.config import Config
 from lockstep.runs.opening import NEWEST, SavedRun, search_path
 
 _RESUME = "--resume"
@@ -128,6 +129,13 @@ CONFIG = Annotated[
     ),
 ]
 VALUES = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's.")]
+
+
+def place_run(config: Config, *, force: bool) -> tuple[Placement, Config]:
+    """Choose the devices of a run, and its shards where the config has none."""
+    placement = place_workers(config.device_ids, workers=config.workers, force=force, max_workers=config.most_workers)
+    is_said = config.workers is not None or str(config.device_ids).startswith("cpu")
+    return placement, config.with_shards(len(placement.devices), is_said=is_said)
 
 
 def call_on_saved(

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
@@ -22,8 +22,8 @@ from rich.table import Table
 from lockstep.checkpoint.step_files import find_checkpoints
 from lockstep.cli.failures import RESUME_EXIT
 from lockstep.cli.main import FORCE, command, table_console
-from lockstep.cli.options import CONFIG, DEVICES, VALUES, WORKERS, ResumingCommand, find_config
-from lockstep.devices import Placement, place_workers
+from lockstep.cli.options import CONFIG, DEVICES, VALUES, WORKERS, ResumingCommand, find_config, place_run
+from lockstep.devices import Placement
 from lockstep.devices.choose import CPU
 from lockstep.errors import CheckpointError, UsageError, WorkerFailedError, clause, counted
 from lockstep.events import Recorder, Recorders
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from lockstep.comm.bootstrap.identity import WorldVariables
     from lockstep.runs.saving import Resume
 
+_AUTO: Final = "auto"
+"""For `--resume`: the run of the config's `run_dir`, or of this job, if there is one; see `OpenRequest`."""
+
 
 def train(
     given: CONFIG,
@@ -63,7 +66,8 @@ def train(
         typer.Option(
             "--resume",
             metavar="[PATH]",
-            help="Resume a run from its newest checkpoint, or from PATH, a checkpoint or a run directory.",
+            help="Resume a run from its newest checkpoint, or from PATH, a checkpoint or a run directory; auto: "
+            "or begin it, if there is none.",
         ),
     ] = None,
     allow: Annotated[
@@ -95,11 +99,13 @@ def train(
         if placed := placement_overrides(config.model_dump(), workers, devices):
             overrides = [*(overrides or []), *placed]
             config = read_config(config_path, overrides)
+        if resume == _AUTO:
+            config, resume = config.model_copy(update={"resume": _AUTO}), None
         if dry_run and resume is not None:
             raise UsageError("--dry-run tries a run from its beginning. Leave --resume out. (LS813)")
         if overfit is not None:
             config = config.model_copy(update={"overfit": overfit})
-        if allow and resume is None:
+        if allow and resume is None and config.resume is None:
             raise UsageError("--allow applies only to a resumed run. Add --resume, or leave out --allow. (LS813)")
         check_names(allow or [], Config.model_fields)
         check_trackers(config.trackers)
@@ -153,10 +159,8 @@ class EndedRun:
 def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[str], *, force: bool) -> EndedRun:
     wanted = with_recorded_shards(wanted)
     config = wanted.config
-    placement = place_workers(config.device_ids, workers=config.workers, force=force, max_workers=config.most_workers)
+    usual, (placement, config) = config.num_shards, place_run(config, force=force)
     num_workers = len(placement.devices)
-    is_said = config.workers is not None or str(config.device_ids).startswith("cpu")
-    usual, config = config.num_shards, config.with_shards(num_workers, is_said=is_said)
     config.check_workers(num_workers)
     wanted = replace(wanted, config=config)
     with ExitStack() as held:

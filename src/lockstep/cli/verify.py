@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lockstep.cli.failures import FAILURE_EXIT
 from lockstep.cli.main import FORCE, command
-from lockstep.cli.options import CONFIG, VALUES, find_config
+from lockstep.cli.options import CONFIG, VALUES, find_config, place_run
 from lockstep.devices import Placement, parse_request, place_workers, resized
 from lockstep.errors import UsageError, counted
 from lockstep.launch.launcher import launch
@@ -38,6 +38,7 @@ def verify(
     """
     config_path = find_config(given)
     config = read_config(config_path, overrides or [])
+    _, config = place_run(config, force=force)  # with the shards that a run has on this machine
     counts = _read_counts(workers)
     for count in counts:
         config.check_workers(count)
