@@ -112,7 +112,7 @@ def build_parts(config: Config, device: torch.device) -> RunParts:
     scheduler = build_scheduler(config, optimizer, train_set)
     criterion = build_criterion(config, device)
     metric, collection = build_metrics(config, criterion, device)
-    callbacks = build_callbacks(config, optimizer)
+    callbacks = build_callbacks(config, optimizer, others)
     if config.dry_run:
         callbacks.append(MaxSteps(_DRY_STEPS))
     trainer = _build_trainer(config, model, optimizer, scheduler, as_loss(criterion), callbacks)
@@ -393,8 +393,10 @@ def _count_steps(config: Config, train_set: Any) -> int:
     return min(steps, config.max_steps or steps)
 
 
-def build_callbacks(config: Config, optimizer: Optimizer) -> list[Callback]:
+def build_callbacks(config: Config, optimizer: Optimizer, evaluated: Collection[str]) -> list[Callback]:
     """Return the callbacks of a config: what averages first, then the user's own, then what looks at metrics."""
+    name = preferred_name(evaluated)
+    usual = "loss" if name in {TEST, TRAIN} else f"{name}_loss"
     found: list[Callback] = []
     if config.ema is not None:
         found.append(EMA(config.ema.decay))
@@ -408,10 +410,11 @@ def build_callbacks(config: Config, optimizer: Optimizer) -> list[Callback]:
     found += [_build_own(each) for each in config.callbacks]
     if config.scheduler == PLATEAU:
         with _refused(f"scheduler is {PLATEAU!r}, which cannot be used", "(LS807)"):
-            found.append(ReduceLROnPlateau(optimizer, **config.scheduler_args))
+            found.append(ReduceLROnPlateau(optimizer, **{"metric": usual, **config.scheduler_args}))
     if config.early_stopping is not None:
         with _refused("early_stopping cannot be used", "(LS805)"):
-            found.append(EarlyStopping(**config.early_stopping.model_dump()))
+            options = config.early_stopping.model_dump()
+            found.append(EarlyStopping(**{**options, "metric": options["metric"] or usual}))
     if config.max_steps is not None:
         found.append(MaxSteps(config.max_steps))
     if config.max_time is not None:

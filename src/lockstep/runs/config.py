@@ -35,6 +35,8 @@ TrackerName = Annotated[str, StringConstraints(strict=True, pattern=r"^(tensorbo
 NamedTracker = TrackerName | Annotated[dict[TrackerName, dict[str, Any]], Field(min_length=1, max_length=1)]
 """A tracker by its name or import path, alone or with options: `tensorboard`, or `{wandb: {mode: offline}}`."""
 Kwargs = dict[str, Any]
+_OTHER_NAMES = {"devices": "device_ids"}
+"""Keys by what commands and `launch` call them."""
 _MAX_BYTES = 1 << 20
 """How long its file may be."""
 _MAX_VALUES = 100_000
@@ -52,8 +54,8 @@ class OptionGroup(BaseModel):
 class EarlyStoppingOptions(OptionGroup):
     """When the run ends before its last epoch."""
 
-    metric: str = "loss"
-    """A metric of an evaluation."""
+    metric: str | None = None
+    """A metric of an evaluation; None for the loss of the test set, without one that of the first of the others."""
     patience: int = Field(default=3, ge=1)
     """How many evaluations in a row without an improvement end the run."""
     min_delta: float = Field(default=0.0, ge=0)
@@ -187,11 +189,12 @@ class Config(BaseModel):
     run_dir: str | None = Field(default=None, min_length=1)
     """The run directory, which must not exist yet, but with `resume`; None for a new numbered one under runs/."""
     resume: Literal["auto"] | None = None
-    """auto: continue the run of this directory, or of this job, if there is one; for launchers that restart workers."""
+    """auto: `--resume auto`, which continues the run of this directory, or of this job, if there is one."""
     keep: int = Field(default=2, ge=1)
     """Number of the newest checkpoints to keep."""
     keep_best: str | None = Field(default=None, min_length=1)
-    """A metric of any set that is evaluated, by which the best checkpoint is kept too; `-loss` if lower is better."""
+    """A metric of any set that is evaluated, by which the best checkpoint is kept too. Whether lower or higher is
+    better follows from its name, or it is higher; a - before it says lower."""
     save_every: int | None = Field(default=None, ge=1)
     """Save after every so many steps too; None to save only at the end of each epoch."""
     report: bool = True
@@ -229,15 +232,6 @@ class Config(BaseModel):
     @classmethod
     def _count_respawns(cls, given: object) -> object:
         return given * USUAL_RESPAWNS if isinstance(given, bool) else given
-
-    @field_validator("keep_best")
-    @classmethod
-    def _check_best(cls, name: str | None) -> str | None:
-        if name == "loss":
-            raise ValueError(
-                "keep_best is 'loss', which would keep the highest loss. Write '-loss', because lower is better"
-            )
-        return name
 
     @field_validator("max_time")
     @classmethod
@@ -313,8 +307,8 @@ class Config(BaseModel):
         if num_workers > self.num_shards:
             raise ConfigError(
                 f"{num_workers} workers cannot share num_shards = {self.num_shards} shards: some would have nothing "
-                f"to do. Use at most {counted(self.num_shards, 'worker')}, or set num_shards to {num_workers} or "
-                "more. (LS809)"
+                f"to do. Use at most {counted(self.num_shards, 'worker')}, or in a new run set num_shards to "
+                f"{num_workers} or more. (LS809)"
             )
         if num_workers < self.min_workers:
             raise ConfigError(
@@ -348,6 +342,8 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {_kind(values)}, expected keys and values such as `batch_size: 128`. (LS801)")
+    if "device_ids" not in values:
+        values = {_OTHER_NAMES.get(name, name): value for name, value in values.items()}
     apply_overrides(values, overrides)
     return parse_config(values, str(path))
 
@@ -395,7 +391,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
                     f"The override {override!r} reaches into {parent!r}, which holds {_kind(inner)}. (LS803)"
                 )
             place = inner
-        place[last] = parse_yaml(text, f"the value of {key}")
+        place[last if parents else _OTHER_NAMES.get(last, last)] = parse_yaml(text, f"the value of {key}")
 
 
 def _kind(value: object) -> str:

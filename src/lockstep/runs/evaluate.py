@@ -19,6 +19,7 @@ from lockstep.engine.averaging import SWA, AveragedWeights, put_weights
 from lockstep.engine.evaluation import has_batchnorm, read_values
 from lockstep.engine.saving import unpack_state
 from lockstep.engine.schedules import ReduceLROnPlateau
+from lockstep.engine.stopping import EarlyStopping
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.means import Mean
 from lockstep.runs.build import (
@@ -209,7 +210,7 @@ def check_metric_names(config: Config, parts: RunParts) -> None:
     """
     prefixes = [_prefix(average, set_name) for set_name in parts.evaluated for average in ["", *parts.averages]]
     _check_different(prefixes, parts)
-    named = _metrics_of_callbacks(config, parts)
+    named = _metrics_of_callbacks(parts)
     has_own = config.metric is not None or bool(config.metrics)
     if config.keep_best is None and not named and not has_own:
         return
@@ -239,9 +240,7 @@ def _check_different(names: Sequence[str], parts: RunParts) -> None:
         )
 
 
-def _metrics_of_callbacks(config: Config, parts: RunParts) -> dict[str, str]:
-    named = {} if config.early_stopping is None else {"early_stopping.metric": config.early_stopping.metric}
-    for each in parts.trainer.internals.moments.callbacks.all():
-        if isinstance(each, ReduceLROnPlateau):
-            named["scheduler_args.metric"] = each.metric
-    return named
+def _metrics_of_callbacks(parts: RunParts) -> dict[str, str]:
+    keys = {EarlyStopping: "early_stopping.metric", ReduceLROnPlateau: "scheduler_args.metric"}
+    held = parts.trainer.internals.moments.callbacks.all()
+    return {keys[type(each)]: each.metric for each in held if isinstance(each, EarlyStopping | ReduceLROnPlateau)}

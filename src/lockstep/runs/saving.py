@@ -223,22 +223,18 @@ def score_of(metrics: Mapping[str, float | None], wanted: str | None) -> float |
     value = metrics.get(wanted.removeprefix("-"))
     if value is None or not math.isfinite(value):
         return None
-    return -value if wanted.startswith("-") else value
+    return -value if wanted.startswith("-") or mode_of_name(wanted) == "min" else value
 
 
 def check_metric_name(wanted: str | None, measured: Collection[str]) -> None:
-    """Check that the metric of `keep_best` was measured, and that not the worst checkpoint would be kept."""
+    """Check that the metric of `keep_best` was measured, and that its sign does not contradict its name."""
     if wanted is None:
         return
     name = wanted.removeprefix("-")
     if name not in measured:
         raise not_measured("keep_best", wanted, [way for each in measured for way in _ways(each)])
-    if wanted not in _ways(name):
-        other, better = ("highest", "lower") if wanted == name else ("lowest", "higher")
-        raise ConfigError(
-            f"keep_best is {wanted!r}, which would keep the {other} {name}. Write {_ways(name)[0]!r}, because {better} "
-            "is better. (LS808)"
-        )
+    if wanted != name and mode_of_name(name) == "max":
+        raise ConfigError(f"keep_best is {wanted!r}, which would keep the lowest {name}. Write {name!r}. (LS808)")
 
 
 def not_measured(key: str, wanted: str, known: Sequence[str]) -> ConfigError:
@@ -246,18 +242,16 @@ def not_measured(key: str, wanted: str, known: Sequence[str]) -> ConfigError:
     return ConfigError(
         f"{key} is {wanted!r}, but no such metric is measured. "
         + (f"Did you mean {near[0]!r}? " if near else "")
-        + (
-            f"Expected {' or '.join(known)}" + ("; - means that lower is better." if "-" in "".join(known) else ".")
-            if known
-            else "It needs a set to evaluate: data returned the training set alone."
-        )
+        + ("" if known else "It needs a set to evaluate: data returned the training set alone")
+        + (f"Expected {' or '.join(known)}" if known else "")
+        + ("; - means that lower is better." if any(each.startswith("-") for each in known) else ".")
         + " (LS808)"
     )
 
 
 def _ways(name: str) -> list[str]:
-    """Return a metric as `keep_best` may name it: with the sign that its name implies, or both."""
-    return {"min": [f"-{name}"], "max": [name], None: [name, f"-{name}"]}[mode_of_name(name)]
+    """Return a metric as `keep_best` may name it: with a sign where its name does not say which values are better."""
+    return [name] if mode_of_name(name) else [name, f"-{name}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ def shard_range(rank: int, world_size: int, num_shards: int) -> range:
     if world_size > num_shards:
         raise ValueError(
             f"{world_size} workers cannot share {num_shards} shards: some would have nothing to do. "
-            f"Use at most {num_shards} workers, or set num_shards to {world_size} or more. (LS809)"
+            f"Use at most {num_shards} workers, or in a new run set num_shards to {world_size} or more. (LS809)"
         )
     return range(rank * num_shards // world_size, (rank + 1) * num_shards // world_size)
 

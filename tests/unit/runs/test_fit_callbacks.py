@@ -204,6 +204,9 @@ def named_ema():
     found = data()
     return {"ema": found.pop("val"), **found}
 
+def only_val():
+    return {name: each for name, each in data().items() if name != "test"}
+
 def data():
     import calling
     half, _ = calling.data()
@@ -222,7 +225,7 @@ def _metrics(tmp_path: Path) -> Any:
 @pytest.mark.usefixtures("_metrics")
 def test_several_metrics_on_several_sets(tmp_path: Path) -> None:
     pytest.importorskip("torchmetrics")
-    result = train(tmp_path / "run", ema={}, keep_best="-val_loss", early_stopping={"metric": "ema_val_loss"}, **SETS)
+    result = train(tmp_path / "run", ema={}, keep_best="val_loss", early_stopping={"metric": "ema_val_loss"}, **SETS)
     names = ["loss", "worst", "MeanSquaredError"]
     assert set(result.test) == {f"{prefix}{name}" for prefix in ["", "ema_", "val_", "ema_val_"] for name in names}
     assert result.test["MeanSquaredError"] == pytest.approx(result.test["loss"])
@@ -230,6 +233,12 @@ def test_several_metrics_on_several_sets(tmp_path: Path) -> None:
     last = rows(tmp_path / "run")[-1]
     assert {"test_loss", "test_ema_worst", "val_worst", "ema_val_MeanSquaredError"} <= set(last)
     assert (tmp_path / "run" / "best.ckpt").exists()
+
+
+@pytest.mark.usefixtures("_metrics")
+def test_without_a_test_set_the_loss_of_the_first_other_set_is_looked_at(tmp_path: Path) -> None:
+    options = {"early_stopping": {"patience": 1, "min_delta": 9.0}, "scheduler": "plateau"}
+    assert train(tmp_path / "run", data="measured:only_val", **options).end_reason.startswith("val_loss was best")
 
 
 @pytest.mark.usefixtures("_metrics")
@@ -248,7 +257,7 @@ def test_a_metric_that_is_named_like_one_of_another_set_is_of_the_set_that_it_is
     [
         (
             {"keep_best": "-val_los"},
-            "keep_best is '-val_los', but no such metric is measured. Did you mean '-val_loss'",
+            "keep_best is '-val_los', but no such metric is measured. Did you mean 'val_loss'?",
         ),
         ({"early_stopping": {"metric": "val_losss", "mode": "min"}}, "Did you mean 'val_loss'?"),
         ({"metrics": ["measured:worst", "measured:worst"]}, "names two metrics called 'worst'"),
