@@ -87,7 +87,8 @@ def _check(path: Path) -> list[ScriptFinding] | None:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}. (LS821)") from error
     except (SyntaxError, ValueError) as error:
-        raise UsageError(f"{path} is not a Python script: {error}. (LS821)") from error
+        config = f" To try a config: lockstep train {path} --dry-run." if path.suffix in {".yaml", ".yml"} else ""
+        raise UsageError(f"{path} is not a Python script: {error}.{config} (LS821)") from error
 
 
 def _show_trial(path: Path, trial: Trial) -> None:

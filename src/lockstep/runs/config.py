@@ -336,7 +336,8 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
             f"There is no config file {path}. Check the path. For an example, see examples/digits.yaml. (LS801)"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The config file {path} cannot be read: {error}. (LS801)") from error
+        hint = "" if path.is_file() and isinstance(error, OSError) else " For a checkpoint: lockstep checkpoint --help."
+        raise ConfigError(f"The config file {path} cannot be read: {error}.{hint} (LS801)") from error
     if len(text) > _MAX_BYTES:
         raise ConfigError(f"{path} is longer than {_MAX_BYTES >> 20} MiB, which no config is. Check the path. (LS801)")
     values = parse_yaml(text, str(path))
@@ -565,6 +566,8 @@ def _hint(name: str, given: object) -> str:
     """Return what was probably meant by a value of the wrong form, as a sentence; empty if nothing is known."""
     if name in _EXAMPLES:
         return f" For example: {_EXAMPLES[name]}."
+    if name == "weights" and isinstance(given, list):
+        return f" It is for samples. Weights of the classes in the loss: loss_args: {{weight: {given}}}."
     if not isinstance(given, str) or ":" in given or name not in {*_IMPORTED, *TORCHS_NAMES}:
         return ""
     module, _, attribute = given.rpartition(".")

@@ -70,6 +70,7 @@ def test_the_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
         (MINIMAL + "model: again:Net\n", (), "duplicate key"),
         ("data: a:b\n", (), "'model' is missing"),
         (MINIMAL, ("weights=uniform",), "weights is 'uniform', expected balanced, or an import path"),
+        (MINIMAL, ("weights=[1, 4]",), "Weights of the classes in the loss: loss_args: {weight: [1, 4]}."),
         (MINIMAL, ("bach_size=8",), "Did you mean 'batch_size'?"),
         (MINIMAL, ("zzz=8",), "Known keys: model,"),
         (MINIMAL, ("epochs=many",), "epochs is 'many', expected a whole number."),
@@ -195,8 +196,9 @@ def test_the_names_of_torchs_are_those_that_torch_has() -> None:
 def test_options_name_workers_and_devices_as_the_config_does(
     given: str, workers: int | None, devices: str | None, expected: tuple[Any, Any], tmp_path: Path
 ) -> None:
-    path = write(tmp_path, MINIMAL)
-    before = read_config(path, [f"device_ids={given}"]).model_dump()
+    path = write(tmp_path, f"{MINIMAL}devices: cpu:7\n")  # as the options call it
+    assert read_config(path).device_ids == "cpu:7"
+    before = read_config(path, [f"devices={given}"]).model_dump()
     config = read_config(path, [f"device_ids={given}", *placement_overrides(before, workers, devices)])
     assert (config.device_ids, config.workers) == expected
 

@@ -1,4 +1,7 @@
-"""A table: table.csv, whose last column is predicted from the others. Replace it by your own."""
+"""A table of numbers: table.csv, whose last column is predicted from the others. Replace it by your own.
+
+For classes let it hold 0, 1, 2, ... there, `Net` have an output for each, and `pairs` return `part[:, -1].long()`.
+"""
 
 from pathlib import Path
 
