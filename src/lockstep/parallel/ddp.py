@@ -190,7 +190,10 @@ class DistributedDataParallel(TorchNames):
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.logger: Any = Statistics()
         self._options = ComparisonOptions(
-            model_number=number_model(self._workers), compares=compare, nonfinite=nonfinite, on_skip=on_skip
+            model_number=number_model(self._workers),
+            compares=compare,
+            nonfinite=nonfinite,
+            on_skip="stop" if on_skip == "error" else on_skip,  # its earlier name
         )
         self._limits = limits
 

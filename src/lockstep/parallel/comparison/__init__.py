@@ -47,8 +47,7 @@ class ComparisonOptions:
     compares: bool
     """Whether more is compared than which backwards the ranks run."""
     nonfinite: Literal["stop", "skip"]
-    on_skip: Literal["stop", "zeros", "error"]
-    """"error" is an earlier name of "stop"."""
+    on_skip: Literal["stop", "zeros"]
 
 
 @final

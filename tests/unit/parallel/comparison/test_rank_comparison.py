@@ -210,7 +210,7 @@ def test_a_model_may_be_wrapped_after_one_that_was_not_compared() -> None:
     ("on_rank_1", "value", "default"),
     [
         ({"nonfinite": "skip"}, "nonfinite='skip'", "nonfinite='stop'"),
-        ({"on_skip": "zeros"}, "on_skip='zeros'", "on_skip='error'"),
+        ({"on_skip": "zeros"}, "on_skip='zeros'", "on_skip='stop'"),
         ({"compare": False}, "compare=False", "compare=True"),
         ({"broadcast_buffers": False}, "broadcast_buffers=False", "broadcast_buffers=True"),
         ({"bucket_cap_mb": 1}, "bucket_cap_mb=1.0", "bucket_cap_mb=25.0"),
