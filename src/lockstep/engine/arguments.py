@@ -6,7 +6,6 @@ import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -70,11 +69,9 @@ class TrainerArguments:
         return math.inf if self.max_grad_norm is None and self.track_grad_norm else self.max_grad_norm
 
 
-def check_arguments(
-    arguments: TrainerArguments, world: World, progress: Description = MappingProxyType({})
-) -> list[Description]:
+def check_arguments(arguments: TrainerArguments, world: World) -> list[Description]:
     """Check what a trainer was given, on every worker; return what all were given (collective)."""
-    return gather_results(world, lambda: {**_check_own(arguments, world), **progress}, "constructing a Trainer")
+    return gather_results(world, lambda: _check_own(arguments, world), "constructing a Trainer")
 
 
 def check_same_arguments(found: Sequence[Description]) -> None:

@@ -1,8 +1,4 @@
-"""The classes of what callbacks are given, for annotations.
-
-Type checkers and editors read `callback_types.pyi`, which has them. They import callbacks themselves, so here, in what
-the program imports, each is anything.
-"""
+"""Classes of what callbacks are given: of any type here, as they import callbacks; `callback_types.pyi` has them."""
 
 from typing import Any
 

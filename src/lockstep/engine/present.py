@@ -107,7 +107,6 @@ class PresentEngine:
 
     @property
     def can_continue(self) -> bool:
-        """Whether the calls of the trainer continue without workers that are lost."""
         return self.member is not None
 
     @property
@@ -202,18 +201,6 @@ class PresentEngine:
         """Make the engine anew, if parameters were frozen or unfrozen, as the others have done before (local)."""
         if self.has_other_parameters():
             self._replace_engine(self.world, None)
-
-    def move_to(self, world: World) -> None:
-        """Continue with other workers (collective for these), on which the state of the run must be the same."""
-        self._check_not_in_callback()
-        state = self._state
-        state.check_last_step()
-        self.engine.close()
-        progress = {"place in the data": str(state.cursor), "steps taken": str(state.global_step)}
-        descriptions = check_arguments(self._arguments, world, progress)
-        if world != current_world():  # not those of the run: the loss of one is an error
-            self.member = None
-        self._replace_engine(world, descriptions)
 
     def _make_engine(self, world: World, descriptions: Sequence[Description] | None) -> StepEngine:
         engine, member = StepEngine(self._state, self._arguments, world, descriptions), self.member

@@ -200,20 +200,10 @@ class Trainer:
             loader = trainer.loader(train, batch_size=384)    # samples of a step over all workers
             test_loader = trainer.loader(test, batch_size=384, shuffle=False)
 
-        Args:
-            dataset: A data set or a stream, as for `ShardedLoader`; it says what is raised, too.
-            batch_size: Samples of a step over *all* workers.
-            options: Those of `ShardedLoader`: shuffle, weights, lengths, num_workers, persistent_workers, collate_fn,
-                drop_last, pin_memory.
+        It takes the other arguments of `ShardedLoader` too, which says what it raises.
         """
-        return ShardedLoader(
-            dataset,
-            batch_size=batch_size,
-            num_shards=self.num_shards,
-            seed=self.seed,
-            world=self._world_given,
-            **options,
-        )
+        mine: dict[str, Any] = {"num_shards": self.num_shards, "seed": self.seed, "world": self._world_given}
+        return ShardedLoader(dataset, batch_size=batch_size, **mine, **options)
 
     def step(self, batch: ShardedBatch) -> StepResult:
         """Train on one global batch (collective: every worker calls, with its part of the same batch).

@@ -232,7 +232,8 @@ def check_metric_name(wanted: str | None, measured: Collection[str]) -> None:
         return
     name = wanted.removeprefix("-")
     if name not in measured:
-        raise not_measured("keep_best", wanted, [way for each in measured for way in _ways(each)])
+        known = [way for each in measured for way in ([each] if mode_of_name(each) else [each, f"-{each}"])]
+        raise not_measured("keep_best", wanted, known)
     if wanted != name and mode_of_name(name) == "max":
         raise ConfigError(f"keep_best is {wanted!r}, which would keep the lowest {name}. Write {name!r}. (LS808)")
 
@@ -247,11 +248,6 @@ def not_measured(key: str, wanted: str, known: Sequence[str]) -> ConfigError:
         + ("; - means that lower is better." if any(each.startswith("-") for each in known) else ".")
         + " (LS808)"
     )
-
-
-def _ways(name: str) -> list[str]:
-    """Return a metric as `keep_best` may name it: with a sign where its name does not say which values are better."""
-    return [name] if mode_of_name(name) else [name, f"-{name}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
