@@ -56,7 +56,7 @@ OTHERS_CODE = {
         "recording/file_format.py: parse_header",
         "recording/writing.py: private_folder",
         "recording/reading.py: _copy",
-        "runs/config.py: Config._check_devices, Config._check_best, Config._check_shards, Config._check_elastic",
+        "runs/config.py: Config._check_devices, Config._check_shards, Config._check_elastic",
         "runs/config.py: parse_seconds",
     ),
     "The operating system's, which says it better": (
