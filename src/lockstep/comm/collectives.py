@@ -126,7 +126,6 @@ class Form:
 class Collective:
     name: str
     """Its name in torch.distributed, for messages."""
-    summary: str
     methods: tuple[str, ...]
     """Names of the group's method. The first is the oldest, which torch's groups and backends have."""
     form: Form
@@ -214,7 +213,6 @@ def add_collectives(group: _Group) -> _Group:
             method = _method_for(collective)
             method.__name__ = name
             method.__qualname__ = f"{group.__name__}.{name}"
-            method.__doc__ = collective.summary
             setattr(group, name, method)
     return group
 
@@ -271,75 +269,28 @@ _MANY_FROM_ONE = Form(_OF_LISTS, _list_of_outputs)
 _ONE_FROM_MANY = Form(_OF_LISTS, _list_of_inputs)
 _ROWS = Form(_OF_LISTS, _rows_of_outputs)
 
-ALL_REDUCE: Final = Collective(
-    name="all_reduce",
-    summary="Replace one dense or sparse tensor by its reduction over all ranks, in the order of the tree.",
-    methods=("allreduce",),
-    form=_ONE_LIST,
-    reduces=True,
-)
+ALL_REDUCE: Final = Collective(name="all_reduce", methods=("allreduce",), form=_ONE_LIST, reduces=True)
 COLLECTIVES: Final = (
     ALL_REDUCE,
     Collective(
-        name="all_reduce_coalesced",
-        summary="Do `allreduce` for each tensor, as one call.",
-        methods=("allreduce_coalesced",),
-        form=_ONE_LIST,
-        reduces=True,
-        is_coalesced=True,
+        name="all_reduce_coalesced", methods=("allreduce_coalesced",), form=_ONE_LIST, reduces=True, is_coalesced=True
     ),
-    Collective(
-        name="broadcast",
-        summary="Replace one tensor by the root's.",
-        methods=("broadcast",),
-        form=_ONE_LIST,
-        root="from",
-    ),
-    Collective(
-        name="reduce",
-        summary="Replace one tensor, on the root, by its reduction over all ranks.",
-        methods=("reduce",),
-        form=_ONE_LIST,
-        reduces=True,
-        root="to",
-    ),
-    Collective(
-        name="all_gather",
-        summary="Collect one tensor of every rank, in rank order, in a list of tensors of its shape.",
-        methods=("allgather",),
-        form=_MANY_FROM_ONE,
-    ),
-    Collective(
-        name="all_gather_into_tensor",
-        summary="Collect one tensor of every rank, one after another in rank order, in one tensor.",
-        methods=("_allgather_base", "all_gather_single"),
-        form=_PAIR,
-    ),
-    Collective(
-        name="all_gather_coalesced",
-        summary="Do `allgather` for each input, as one call; `output_tensors[rank][i]` takes input i of that rank.",
-        methods=("allgather_coalesced",),
-        form=_ROWS,
-        is_coalesced=True,
-    ),
+    Collective(name="broadcast", methods=("broadcast",), form=_ONE_LIST, root="from"),
+    Collective(name="reduce", methods=("reduce",), form=_ONE_LIST, reduces=True, root="to"),
+    Collective(name="all_gather", methods=("allgather",), form=_MANY_FROM_ONE),
+    Collective(name="all_gather_into_tensor", methods=("_allgather_base", "all_gather_single"), form=_PAIR),
+    Collective(name="all_gather_coalesced", methods=("allgather_coalesced",), form=_ROWS, is_coalesced=True),
     Collective(
         name="all_gather_into_tensor_coalesced",
-        summary="Do `all_gather_single` for each pair, as one call.",
         methods=("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
         form=_LISTS,
         is_coalesced=True,
     ),
     Collective(
-        name="reduce_scatter",
-        summary="Reduce the r-th tensor of every rank's list into the output of rank r.",
-        methods=("reduce_scatter",),
-        form=_ONE_FROM_MANY,
-        compared=Compared.OUTPUTS,
-        reduces=True,
+        name="reduce_scatter", methods=("reduce_scatter",), form=_ONE_FROM_MANY, compared=Compared.OUTPUTS, reduces=True
     ),
     Collective(
         name="reduce_scatter_tensor",
-        summary="Reduce one tensor, cut into one equal piece per rank, so that rank r has piece r of the result.",
         methods=("_reduce_scatter_base", "reduce_scatter_single"),
         form=_PAIR,
         compared=Compared.OUTPUTS,
@@ -347,53 +298,22 @@ COLLECTIVES: Final = (
     ),
     Collective(
         name="reduce_scatter_tensor_coalesced",
-        summary="Do `reduce_scatter_single` for each pair, as one call.",
         methods=("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
         form=_LISTS,
         compared=Compared.OUTPUTS,
         reduces=True,
         is_coalesced=True,
     ),
-    Collective(
-        name="all_to_all",
-        summary="Send the q-th input to rank q, and take the r-th output from rank r; shapes may differ by pair.",
-        methods=("alltoall",),
-        form=_LISTS,
-        compared=Compared.DTYPE,
-    ),
+    Collective(name="all_to_all", methods=("alltoall",), form=_LISTS, compared=Compared.DTYPE),
     Collective(
         name="all_to_all_single",
-        summary="Do `alltoall` with the rows of one tensor: equal shares, or as many rows per rank as the splits say.",
         methods=("alltoall_base", "all_to_all_single"),
         form=Form(("output", "input", "output_split_sizes", "input_split_sizes", "opts"), _outputs_and_inputs),
         compared=Compared.ROWS,
     ),
-    Collective(
-        name="gather",
-        summary="Collect one tensor of every rank, in rank order, on the root.",
-        methods=("gather",),
-        form=_MANY_FROM_ONE,
-        root="to",
-    ),
-    Collective(
-        name="gather_single",  # of torch 2.15
-        summary="Collect one tensor of every rank, one after another in rank order, in one tensor on the root.",
-        methods=("gather_single", "gather_into_tensor"),
-        form=_PAIR,
-        root="to",
-    ),
-    Collective(
-        name="scatter",
-        summary="Give every rank one tensor of the root's list.",
-        methods=("scatter",),
-        form=_ONE_FROM_MANY,
-        compared=Compared.OUTPUTS,
-        root="from",
-    ),
-    Collective(
-        name="barrier",
-        summary="Return when every rank has reached it.",
-        methods=("barrier",),
-        form=Form(("opts",), _none),
-    ),
+    Collective(name="gather", methods=("gather",), form=_MANY_FROM_ONE, root="to"),
+    # Of torch 2.15.
+    Collective(name="gather_single", methods=("gather_single", "gather_into_tensor"), form=_PAIR, root="to"),
+    Collective(name="scatter", methods=("scatter",), form=_ONE_FROM_MANY, compared=Compared.OUTPUTS, root="from"),
+    Collective(name="barrier", methods=("barrier",), form=Form(("opts",), _none)),
 )
