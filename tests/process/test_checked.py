@@ -18,7 +18,7 @@ from tests.process.ranks import Rank, RankPool, Ranks, call_on_ranks, join_defau
 from tests.process.scenarios import Claims, Scenario, error_of, everyone, found_in, name_of, scenarios_in, wrong_in
 
 import lockstep as ls
-from lockstep.comm import backends, hosts
+from lockstep.comm import backends, hosts, torch_backends
 from lockstep.comm.gloo import GlooComparer
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -364,7 +364,7 @@ def die_while_connecting(rank: Rank) -> tuple[int, str]:
     """Rank 1 is killed when it is to connect Gloo, for which rank 0 would wait half an hour."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if rank.number == 1:
-        PATCHES.setattr(backends, "connect_gloo", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        PATCHES.setattr(torch_backends, "connect_gloo", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(ls.PeerLostError) as lost:
         ls.init_process_group("gloo", store=rank.store(), rank=rank.number, world_size=2)
     return lost.value.rank, str(lost.value)

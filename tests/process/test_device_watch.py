@@ -109,7 +109,7 @@ def leave_normally(rank: Rank) -> list[Any]:
         rank.hear()
         return []
     rank.hear()
-    watch = group._torch_calls._device_watch
+    watch = group._torch.watch
     is_over = watch.look()
     aborts = backend.num_aborts
     backend.is_over.clear()
@@ -140,7 +140,7 @@ def log_a_stall(rank: Rank) -> list[str]:
     end = time.monotonic() + 60.0
     while not messages and time.monotonic() < end:
         time.sleep(0.01)
-    group._torch_calls._device_watch.look()
+    group._torch.watch.look()
     return messages
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import Store, Work
 
 from lockstep.comm.calls import describe_call, explain_mismatch
-from lockstep.comm.shm.group import PythonProcessGroup
+from lockstep.comm.group import PythonProcessGroup
 from lockstep.errors import CollectiveMismatchError, GroupError
 
 

@@ -273,9 +273,10 @@ class GlooComparer:
 
     def __init__(self, store: Store, rank: int, timeout: timedelta, global_ranks: Sequence[int]) -> None:
         self._store = store
-        self._global_ranks = global_ranks
+        self.global_ranks = global_ranks
+        self.rank = rank
         self._global_rank = global_ranks[rank]
-        self._broken: GroupError | None = None
+        self.broken: GroupError | None = None
         self._ends = exchange_processes(PrefixStore("compare/processes", store), rank, len(global_ranks))
         place = PrefixStore("compare/gloo", store)
         self._gloo: Any
@@ -301,7 +302,7 @@ class GlooComparer:
         except RuntimeError as error:
             raise self._explain_lost(call, error) from error
         raise explain_mismatch(
-            dict(zip(self._global_ranks, calls, strict=True)), dict(zip(self._global_ranks, lines, strict=True))
+            dict(zip(self.global_ranks, calls, strict=True)), dict(zip(self.global_ranks, lines, strict=True))
         )
 
     def begin_call(self, call: bytes) -> None:
@@ -328,20 +329,20 @@ class GlooComparer:
     def explain_error(self, error: RuntimeError) -> GroupError | None:
         """Wait a moment first: the kernel closes the connections of a process before it reports its end (local)."""
         if not says_connection_ended(error):
-            return None if self._broken is None else self._broken.with_traceback(None)
+            return None if self.broken is None else self.broken.with_traceback(None)
         deadline = time.monotonic() + EXIT_SECONDS
-        while self._broken is None and time.monotonic() < deadline:
+        while self.broken is None and time.monotonic() < deadline:
             lost = self._find_stored() or self._explain_ended(self._ends.find_ended(seconds=_END_LOOK_SECONDS))
             if lost is not None:
                 return lost
-        if self._broken is not None:
-            return self._broken.with_traceback(None)
+        if self.broken is not None:
+            return self.broken.with_traceback(None)
         return PeerLostError(f"The connection to another rank has ended, which was lost or has exited: {error} (LS203)")
 
     def _explain_ended(self, peer: int | None) -> PeerLostError | None:
         if peer is None:
             return None
-        lost, pid = self._global_ranks[peer], self._ends.pids[peer]
+        lost, pid = self.global_ranks[peer], self._ends.pids[peer]
         stored = self._find_stored()
         if stored is not None and stored.rank == lost:
             return stored
@@ -352,8 +353,8 @@ class GlooComparer:
         )
 
     def end_calls(self, error: GroupError) -> None:
-        if self._broken is None:
-            self._broken = error
+        if self.broken is None:
+            self.broken = error
         self._sockets.shut_down()
 
     def _find_stored(self) -> PeerLostError | None:
@@ -373,11 +374,11 @@ class GlooComparer:
 
     def mark_broken(self, error: PeerLostError) -> None:
         """Let `raise_if_broken` raise `error`; the rank that failed has stored it for the others (local)."""
-        self._broken = error
+        self.broken = error
 
     def raise_if_broken(self) -> None:
-        if self._broken is not None:
-            raise self._broken.with_traceback(None)
+        if self.broken is not None:
+            raise self.broken.with_traceback(None)
 
     def send_exit_notice(self) -> None:
         """Store the exception that is being handled, as in a `finally`, if there is one (local)."""
@@ -390,13 +391,13 @@ class GlooComparer:
 
     def _exchange(self, text: bytes) -> list[bytes]:
         mine = pack_text(text)
-        pages = [torch.empty_like(mine) for _ in self._global_ranks]
+        pages = [torch.empty_like(mine) for _ in self.global_ranks]
         self._gloo.allgather([pages], [mine]).wait()
         return [unpack_text(page) for page in pages]
 
     def _explain_lost(self, call: bytes, error: RuntimeError) -> GroupError:
-        if self._broken is not None:
-            return self._broken.with_traceback(None)
+        if self.broken is not None:
+            return self.broken.with_traceback(None)
         lost = self.explain_error(error)
         if lost is not None:
             return lost

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -261,6 +261,22 @@ class GroupSetUp:
     """Of calls in torch's backends."""
     subgroups: Checking = Checking.OFF
     """The same for groups of Gloo that `new_group` makes beside shared memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupBackends:
+    """What a group is asked to be made of."""
+
+    names: Mapping[str, str]
+    """The backend for each type of device; "shm", or one of torch's."""
+    checking: Checking = Checking.OFF
+    """Of calls in torch's backends."""
+    subgroups: Checking = Checking.OFF
+    """Of groups of Gloo that `new_group` makes beside shared memory."""
+
+    @property
+    def of_torch(self) -> Mapping[str, str]:
+        return {device: name for device, name in self.names.items() if name != "shm"}
 
 
 _SET_UP: Final = ContextVar[GroupSetUp | None]("the set-up under way in this thread", default=None)

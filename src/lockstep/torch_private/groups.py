@@ -193,6 +193,14 @@ def backend_of(group: ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def name_group(group: Any, name: str) -> None:
+    group._set_group_name(name)
+
+
+def describe_group(group: Any, description: str) -> None:
+    group._set_group_desc(description)
+
+
 def register_backend(group: ProcessGroup, device: torch.device, kind: ProcessGroup.BackendType, backend: Any) -> None:
     group._register_backend(device, kind, backend)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.comm.collectives import CollectiveCall
 from lockstep.comm.shm import programs
-from lockstep.comm.shm.arguments import as_stored, check_alike, flatten, premultiply, write_back
+from lockstep.comm.shm.arguments import as_stored, check_alike, flatten, premultiply, read_one, write_back
 from lockstep.comm.shm.arithmetic import Reduction, schedule_nodes
 from lockstep.comm.shm.phases import NOWHERE, PhaseExchange
 from lockstep.comm.shm.programs import HeldParts
@@ -24,18 +24,12 @@ from lockstep.shards.tree import Node
 
 
 def _check_one(exchange: PhaseExchange, call: CollectiveCall) -> None:  # noqa: ARG001 - as the others
-    _require_one(call.inputs)
-
-
-def _check_gather_everywhere(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    _require_one(call.inputs)
-    _require_one_per_rank(exchange, call, "output", call.outputs)
-    check_alike(call.name, call.inputs[0], call.outputs)
+    read_one(call.inputs)
 
 
 def _check_gather(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    _require_one(call.inputs)
-    if exchange.rank == call.root:
+    read_one(call.inputs)
+    if call.name == "all_gather" or exchange.rank == call.root:
         _require_one_per_rank(exchange, call, "output", call.outputs)
         check_alike(call.name, call.inputs[0], call.outputs)
     elif call.outputs:
@@ -48,7 +42,7 @@ def _check_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
 
 
 def _check_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    _require_one(call.outputs)
+    read_one(call.outputs)
     if exchange.rank == call.root:
         _require_one_per_rank(exchange, call, "input", call.inputs)
         check_alike(call.name, call.outputs[0], call.inputs)
@@ -59,7 +53,7 @@ def _check_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
 
 
 def _check_reduce_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    _require_one(call.outputs)
+    read_one(call.outputs)
     _require_one_per_rank(exchange, call, "input", call.inputs)
     check_alike(call.name, call.outputs[0], call.inputs)
 
@@ -290,11 +284,6 @@ def _equal_pieces(exchange: PhaseExchange, flat: Tensor) -> Sequence[Tensor]:
     return flat.split(flat.numel() // exchange.size) if flat.numel() else [flat] * exchange.size
 
 
-def _require_one(tensors: Sequence[Tensor]) -> None:
-    if len(tensors) != 1:
-        raise ValueError(f"Expected one tensor, got {len(tensors)}. (LS209)")
-
-
 def _require_one_per_rank(exchange: PhaseExchange, call: CollectiveCall, role: str, tensors: Sequence[object]) -> None:
     if len(tensors) != exchange.size:
         raise ValueError(
@@ -342,7 +331,7 @@ BY_NAME: Final[Mapping[str, tuple[_Step | None, _Step]]] = {
     "all_reduce_coalesced": (None, _run_all_reduce),
     "broadcast": (_check_one, _run_broadcast),
     "reduce": (_check_one, _run_reduce),
-    "all_gather": (_check_gather_everywhere, _run_gather),
+    "all_gather": (_check_gather, _run_gather),
     "all_gather_into_tensor": (_check_outputs_of_all, _run_all_gather_single),
     "all_gather_coalesced": (_check_rows_of_outputs, _run_gather_rows),
     "all_gather_into_tensor_coalesced": (_check_outputs_of_all, _run_all_gather_single),

@@ -19,14 +19,20 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, ReduceOp, Store, Work
+from torch.distributed import ReduceOp, Store, Work
 
 from lockstep.comm.calls import describe_call, purpose_of_calls
 from lockstep.comm.capabilities import GroupCapabilities
-from lockstep.comm.collectives import ALL_REDUCE, Collective, add_collectives, refuse_one_output_twice
-from lockstep.comm.hosts import GroupHosts, GroupMembers, GroupSetUp
-from lockstep.comm.lost_ranks import DeviceWatch
-from lockstep.comm.open_calls import OPEN_GROUPS, CallEvents, describe_destroyed
+from lockstep.comm.collectives import (
+    ALL_REDUCE,
+    Collective,
+    CollectiveCall,
+    add_collectives,
+    refuse_one_output_twice,
+)
+from lockstep.comm.group import LockstepGroup
+from lockstep.comm.hosts import GroupBackends, GroupHosts, GroupMembers, GroupSetUp
+from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.comm.shm import collectives
 from lockstep.comm.shm.arguments import (
     as_stored,
@@ -47,55 +53,12 @@ from lockstep.comm.shm.messages import PointToPoint
 from lockstep.comm.shm.peers import Peers, PeerState
 from lockstep.comm.shm.phases import PhaseExchange
 from lockstep.comm.shm.programs import Program, is_short, one_part_each, reduce_short
-from lockstep.comm.shm.rendezvous import GroupHandles, NotShared, connect_ranks
-from lockstep.comm.shm.torch_beside import NO_ACCELERATORS, AcceleratorBackends, TorchBackends, TorchCalls
+from lockstep.comm.shm.rendezvous import NotShared, connect_ranks
 from lockstep.comm.shm.work import CallRunner, WorkQueue
-from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError
-from lockstep.processes.forking import finalize_here
-from lockstep.settings import read_settings
+from lockstep.comm.torch_backends import TorchBackends
+from lockstep.errors import CollectiveTimeoutError, GroupError
 from lockstep.shards.tree import Node
 from lockstep.torch_private.compiler import keep_compiler_out_of_methods
-
-
-class PythonProcessGroup(ProcessGroup):
-    """A group without a C++ backend for CPU tensors, with the properties that torch reads from such a backend."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub lacks this form
-        self._name = ""
-        self._description = ""
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return "shm"
-
-    # Torch keeps name and description in the backends of a group, of which this one has none.
-    def getGroupName(self) -> str:  # noqa: N802 - torch's name
-        return self._name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
-        self._name = name
-
-    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
-        self._description = description
-
-    @property
-    def supports_splitting(self) -> bool:
-        """Whether `split_group` works: no, `new_group` does."""
-        return False
-
-    @property
-    def supports_coalescing(self) -> bool:
-        """Whether single calls can be collected into one: no, the coalesced collectives work as such."""
-        return False
-
-    @property
-    def supports_time_estimate(self) -> bool:
-        """Whether calls can be estimated instead of made: no."""
-        return False
-
 
 _CLOSING_SECONDS: Final = 1.0
 _MOST_SHORT_SUMS: Final = 1024
@@ -104,58 +67,26 @@ _MOST_SHORT_SUMS: Final = 1024
 @final
 @keep_compiler_out_of_methods
 @add_collectives
-class ShmProcessGroup(PythonProcessGroup):
+class ShmProcessGroup(LockstepGroup):
     def __init__(  # what a group is made of
         self,
         store: Store,
-        rank: int,
-        handles: GroupHandles,
-        layout: FileLayout,
+        memory: Memory,
+        peers: Peers,
         timeout: timedelta,
-        global_ranks: Sequence[int],
-        accelerators: AcceleratorBackends = NO_ACCELERATORS,
+        asked: GroupBackends,
     ) -> None:
-        super().__init__(rank, layout.size)
-        self.accelerators = accelerators
-        """What carries the tensors of accelerators, in groups of its ranks too."""
         self._store = store
-        self._global_ranks = global_ranks
         self._short_sums: dict[Hashable, tuple[bytes, Program]] = {}
-        self._memory = Memory(handles.descriptor, layout, rank)
-        self._peers = Peers(self._memory, rank, handles, timeout.total_seconds(), global_ranks)
-        self._exchange = PhaseExchange(self._memory, self._peers)
+        self._memory = memory
+        self._exchange = PhaseExchange(memory, peers)
         work_queue = WorkQueue("lockstep-collectives")
-        self._point_to_point = PointToPoint(self._memory, self._peers)
-        self._torch_backends = TorchBackends(
-            PrefixStore("inner", store), rank, layout.size, timeout, accelerators.names, self._peers.find_any_lost
-        )
-        device_watch = DeviceWatch(self._peers, self._torch_backends.abort, read_settings().stall_seconds())
-        self._close = finalize_here(
-            self,
-            _close,
-            self._peers,
-            self._memory,
-            work_queue,
-            self._point_to_point,
-            self._torch_backends,
-            device_watch,
-        )
-        self._runner = CallRunner(self._exchange, self._peers, work_queue, CallEvents(global_ranks), self._close)
-        self._torch_calls = TorchCalls(
-            self._torch_backends,
-            self._runner,
-            self._exchange,
-            self._peers,
-            device_watch,
-            global_ranks,
-            compares=accelerators.checking.compares,
-        )
+        self._point_to_point = PointToPoint(memory, peers)
+        backends = TorchBackends(store, peers.rank, timeout, asked.of_torch, peers)
+        super().__init__(asked, peers, backends, _close, peers, memory, work_queue, self._point_to_point, backends)
+        self._runner = CallRunner(self._exchange, peers, work_queue, self._events)
 
     # -- Collectives ---------------------------------------------------------------------------------------------
-
-    def _get_sequence_number_for_group(self) -> int:
-        """Return how many calls were made; the name is torch's."""
-        return self._runner.num_calls
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Replace one dense or sparse tensor by its reduction over all ranks, in the order of the tree.
@@ -201,7 +132,7 @@ class ShmProcessGroup(PythonProcessGroup):
         tensors = collective.compared_tensors(call)
         for tensor in tensors:
             if not is_plain(tensor):
-                return self._torch_calls.collective(collective, call, tensor)
+                return self._call_torch(collective, call, tensor)
         if collective.reduces:
             op = call.op
             call.reductions = [reduction(op, tensor.dtype) for tensor in tensors]
@@ -209,6 +140,37 @@ class ShmProcessGroup(PythonProcessGroup):
         return self._runner.start(
             call.description, partial(run, self._exchange, call), call.outputs, is_async=call.is_async
         )
+
+    def _call_torch(self, collective: Collective, call: CollectiveCall, tensor: Tensor) -> Work:
+        """Make a call of which shared memory cannot carry `tensor`."""
+        if collective.is_coalesced:
+            raise ValueError(
+                f"{call.name}: a tensor is {tensor.layout} on {tensor.device}, expected dense tensors on the CPU. Make "
+                "a call for each tensor. (LS207)"
+            )
+        method = collective.methods[0]
+        if tensor.device.type != "cpu":
+            self.raise_if_broken()
+            if self.asked.checking.compares:
+                self._runner.compare(collective.describe(call, self._global_ranks))
+            else:
+                self._events.take_number()
+            return self._call_on_device(tensor, method, call.arguments, call.name)
+        if method != "allreduce" or tensor.layout is not torch.sparse_coo:
+            check_dense(call.name, tensor)  # Gloo would refuse it too, but only when the others wait
+        elif call.op != ReduceOp.SUM:
+            raise ValueError(f"{call.name}: sparse tensors can be summed over ranks, and {call.op} is not SUM. (LS207)")
+        call.description = describe_call(call.name, ((tensor.dtype, tensor.shape),), "sparse, sum")
+
+        def action() -> None:
+            self._exchange.compare_calls(call.description)
+            self._torch.on(tensor.device).allreduce(*call.arguments).wait()
+
+        return self._runner.start(call.description, action, call.outputs, is_async=call.is_async)
+
+    def _call_on_device(self, tensor: Tensor, method: str, arguments: Sequence[Any], name: str) -> Work:
+        backend = self._torch.on(tensor.device)
+        return self._torch.call(backend, method, arguments, name=name, is_on_device=True)
 
     def ordered_all_reduce(  # what torch hands a collective, and what is compared
         self,
@@ -256,8 +218,9 @@ class ShmProcessGroup(PythonProcessGroup):
         (tensor,) = tensors = read_one(tensors)
         self._check_rank("send: the receiver", dst)
         if not is_plain(tensor):
-            return self._torch_calls.send(tensors, dst, tag)
-        self._runner.check_usable()
+            check_dense("send", tensor)
+            return self._call_on_device(tensor, "send", (tensors, dst, tag), "send")
+        self.raise_if_broken()
         return self._point_to_point.send(flatten(tensor), dst, tag, describe_message(tensor), tensors)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
@@ -266,7 +229,8 @@ class ShmProcessGroup(PythonProcessGroup):
         (tensor,) = tensors = read_one(tensors)
         self._check_rank("recv: the sender", src)
         if not is_plain(tensor):
-            return self._torch_calls.recv(tensors, src, tag)
+            check_dense("recv", tensor)
+            return self._call_on_device(tensor, "recv", (tensors, src, tag), "recv")
         return self._receive(tensor, [src], tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
@@ -296,38 +260,14 @@ class ShmProcessGroup(PythonProcessGroup):
         self, size: int | Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None
     ) -> Tensor:
         """Return a tensor of zeros in the group's memory; an all-reduce of such tensors copies nothing (local)."""
-        self._runner.check_usable()
+        self.raise_if_broken()
         shape = read_allocation(size, dtype, device)
         return self._memory.allocate(shape.numel(), dtype).view(shape)
 
     # -- Life ----------------------------------------------------------------------------------------------------
 
-    def __repr__(self) -> str:
-        """Return what torch's errors show."""
-        return super().__repr__() if self._close.alive else describe_destroyed(self)
-
     def get_group_store(self) -> Store:
         return self._store
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long a call may take, those of inner groups too (local)."""
-        self._peers.set_timeout(timeout)
-        self._torch_backends.set_timeout(timeout)
-
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self.set_timeout(timeout)
-
-    def report_failure(self, error: BaseException) -> None:
-        self._peers.report_failure(error)
-
-    def send_exit_notice(self) -> None:
-        """Report to the other ranks that this one makes no more calls; its tensors stay usable (local)."""
-        self._peers.send_exit_notice()
-
-    def end_calls(self, error: GroupError) -> None:
-        """Let all calls of this rank raise `error`, those that wait now too (local, any thread)."""
-        self._peers.end_calls(error)
-        self._torch_backends.end_calls()
 
     def abort(self) -> None:
         """Leave the group at once; calls under way fail here and on the other ranks (local)."""
@@ -335,31 +275,18 @@ class ShmProcessGroup(PythonProcessGroup):
         self._peers.broken = GroupError(f"Rank {self._peers.global_rank} has aborted this group. (LS204)")
         self.shutdown()
 
-    def shutdown(self) -> None:
-        """Leave the group and free its memory and descriptors; torch calls it on destroy (local)."""
-        if self._close.alive:
-            self._peers.send_exit_notice()
-        self._close()
-
-    def raise_if_broken(self) -> None:
-        """Raise the error of a group that cannot be used any more; after a read of what a call wrote (local)."""
-        self._runner.check_usable()
-
-    def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
-        return self._peers.find_lost(peers) if self._close.alive else None
-
     # -- Within --------------------------------------------------------------------------------------------------
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), *self._torch_backends.devices]
+        return [torch.device(kind) for kind in ("cpu", *self.asked.of_torch)]
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return the group itself for the CPU: torch reads a backend's properties from it."""
-        return self if device.type == "cpu" else self._torch_backends.on(device)
+        return self if device.type == "cpu" else self._torch.on(device)
 
     def _receive(self, tensor: Tensor, sources: Sequence[int], tag: int) -> Work:
-        self._runner.check_usable()
+        self.raise_if_broken()
         check_writable([tensor])
         flat = flatten(tensor)
         return self._point_to_point.receive(
@@ -377,21 +304,16 @@ class ShmProcessGroup(PythonProcessGroup):
         return rank
 
 
-def _close(  # everything but the group itself, which this must not keep alive
-    peers: Peers,
-    memory: Memory,
-    work_queue: WorkQueue,
-    point_to_point: PointToPoint,
-    inner: TorchBackends,
-    device_watch: DeviceWatch,
+def _close(
+    peers: Peers, memory: Memory, work_queue: WorkQueue, point_to_point: PointToPoint, backends: TorchBackends
 ) -> None:
-    device_watch.close()
+    backends.watch.close()
     peers.publish_state(PeerState.LEFT)
     if peers.broken is None:
         peers.broken = GroupError("This process group was destroyed; make a new one to go on. (LS204)")
     work_queue.close(_CLOSING_SECONDS)
     point_to_point.close(_CLOSING_SECONDS)
-    inner.close()
+    backends.close()
     peers.close()
     memory.close()
 
@@ -402,14 +324,12 @@ def make_shm_group(
     timeout: timedelta,
     members: GroupMembers,
     set_up: GroupSetUp,
-    accelerators: AcceleratorBackends = NO_ACCELERATORS,
+    asked: GroupBackends,
 ) -> tuple[ShmProcessGroup | NotShared, GroupHosts]:
     """Make a group of processes of one host (collective over its ranks); return it or why not, and the ranks' hosts."""
     layout = FileLayout(len(members.global_ranks))
-    handles, hosts = connect_ranks(store, rank, layout, set_up.deadline, members, set_up.hosts)
-    if isinstance(handles, NotShared):
-        return handles, hosts
-    return ShmProcessGroup(store, rank, handles, layout, timeout, members.global_ranks, accelerators), hosts
+    found, hosts = _share_memory(store, rank, timeout, members, set_up, layout)
+    return found if isinstance(found, NotShared) else ShmProcessGroup(store, *found, timeout, asked), hosts
 
 
 def make_shared_memory_comparer(
@@ -417,9 +337,15 @@ def make_shared_memory_comparer(
 ) -> SharedMemoryComparer | None:
     """Connect ranks that only compare calls (collective); None if they are not on one host."""
     layout = FileLayout(len(members.global_ranks), send_buffer_bytes=NUM_BYTES, slot_bytes=PAGE)
-    handles, _ = connect_ranks(store, rank, layout, set_up.deadline, members, set_up.hosts)
+    found, _ = _share_memory(store, rank, timeout, members, set_up, layout)
+    return None if isinstance(found, NotShared) else SharedMemoryComparer(*found, waits=waits)
+
+
+def _share_memory(
+    store: Store, rank: int, timeout: timedelta, members: GroupMembers, set_up: GroupSetUp, layout: FileLayout
+) -> tuple[tuple[Memory, Peers] | NotShared, GroupHosts]:
+    handles, hosts = connect_ranks(store, rank, layout, set_up.deadline, members, set_up.hosts)
     if isinstance(handles, NotShared):
-        return None
+        return handles, hosts
     memory = Memory(handles.descriptor, layout, rank)
-    peers = Peers(memory, rank, handles, timeout.total_seconds(), members.global_ranks)
-    return SharedMemoryComparer(memory, peers, waits=waits)
+    return (memory, Peers(memory, rank, handles, timeout.total_seconds(), members.global_ranks)), hosts

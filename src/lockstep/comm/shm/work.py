@@ -19,7 +19,6 @@ holds is an error and changes nothing. A call leaves the queue when it is done, 
 
 import logging
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -386,17 +385,15 @@ class CallRunner:
         peers: Peers,
         work_queue: WorkQueue,
         events: CallEvents,
-        close: "weakref.finalize[Any, Any]",
     ) -> None:
         self._exchange = exchange
         self._peers = peers
         self._work_queue = work_queue
         self._events = events
-        self._close = close
 
     def start(self, call: bytes, action: Callable[[], object], tensors: Sequence[Tensor], *, is_async: bool) -> Work:
         """Begin a call that writes to `tensors`, or run it if it is not asynchronous."""
-        self.check_usable()
+        self._peers.raise_if_broken()
         check_writable(tensors)
         # A rank that does not wait at once is elsewhere when its call is found to differ.
         caller = find_user_line() if is_async else threading.get_ident()
@@ -404,7 +401,7 @@ class CallRunner:
         number = self._events.take_number()
 
         def guarded() -> None:
-            self.check_usable()
+            self._peers.raise_if_broken()
             event = self._events.begin(number, call, tensors)
             self._exchange.caller = caller
             self._peers.may_spin = not self._work_queue.is_in_background
@@ -424,20 +421,6 @@ class CallRunner:
             return self._work_queue.put(guarded, tensors)
         return self._work_queue.run(guarded, tensors)
 
-    @property
-    def num_calls(self) -> int:
-        return self._events.num_calls
-
-    def count_call(self) -> None:
-        """Count a call that shared memory has no part in."""
-        self._events.take_number()
-
     def compare(self, call: bytes) -> None:
         """Return when every rank has made this call, which carries nothing."""
         self.start(call, lambda: self._exchange.compare_calls(call), [], is_async=False).wait()
-
-    def check_usable(self) -> None:
-        if self._peers.broken is not None:
-            raise self._peers.broken.with_traceback(None)
-        if not self._close.alive:
-            raise GroupError("This process group was destroyed; make a new one to go on. (LS204)")
