@@ -195,7 +195,7 @@ class SharedMemoryComparer:
         return read_text(self._addresses[rank] + _RING + number % _NUM_SLOTS * _SLOT_BYTES + 8, LONGEST_CALL)
 
     def _read_line(self, rank: int) -> str:
-        length = min(self._headers[rank][_LINE_LENGTH], LONGEST_CALL)
+        length = min(max(self._headers[rank][_LINE_LENGTH], 0), LONGEST_CALL)
         return ctypes.string_at(self._addresses[rank] + _LINE, length).decode(errors="replace")
 
 

@@ -131,12 +131,18 @@ class Receiver:
     def _take(self, call: bytes, otherwise: "PendingReceive | None" = None) -> None:
         """Take the message whose first chunk has arrived; `otherwise` gets it if no receive of its tag expects it."""
         tag, length, kind_length = _HEAD.unpack(ctypes.string_at(self._address, _HEAD.size))
-        sent = ctypes.string_at(self._address + _HEAD.size, min(kind_length, LONGEST_CALL))
+        sent = ctypes.string_at(self._address + _HEAD.size, min(max(kind_length, 0), LONGEST_CALL))
         with self._lock:
             pending = self._next_expected(tag)
         if pending is None and otherwise is not None and otherwise.tag == tag:
             pending = otherwise
         fits = pending is not None and pending.kind == sent
+        if length < 0 or (pending is not None and fits and length != pending.place.nbytes):
+            source = self._peers.global_ranks[self._source]
+            raise RuntimeError(
+                f"rank {source} sends {length} bytes as {sent.decode(errors='replace')}, which does not fit: some "
+                "program has overwritten the group's memory"
+            )
         target = pending.place if pending is not None and fits else torch.empty(length, dtype=torch.uint8, device="cpu")
         reply = pending.kind if pending is not None and not fits else b""
         write_text(self._address + PAGE, reply, LONGEST_CALL)
