@@ -96,6 +96,7 @@ class RankStates:
         """Return one of `peers` that has left in whatever way, or None."""
         for peer in peers:
             if self.read(peer)[0] is not PeerState.JOINED or self.has_ended(peer):
+                native.load().lockstep_fence()  # what it did before that is seen by whoever looks now
                 return peer
         return None
 
