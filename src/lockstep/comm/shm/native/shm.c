@@ -160,8 +160,9 @@ static inline uint16_t bfloat16_sum(uint16_t left, uint16_t right)
 #define ADDITION(target, name, type, sum)                                                                              \
     target static void name(void *out, const void *left, const void *right, int64_t count)                            \
     {                                                                                                                  \
-        type *o = out;                                                                                                 \
-        const type *l = left, *r = right;                                                                              \
+        typedef type __attribute__((aligned(1), may_alias)) Element; /* tensors may begin anywhere */                  \
+        Element *o = out;                                                                                              \
+        const Element *l = left, *r = right;                                                                           \
         ELEMENTWISE for (int64_t i = 0; i < count; i++) o[i] = (type)sum(l[i], r[i]);                                  \
     }
 /* Unsigned, so that they wrap around. */
@@ -186,8 +187,9 @@ ADDITIONS(AVX2, avx2)
 
 AVX2 static void add_float16_avx2(void *out, const void *left, const void *right, int64_t count)
 {
-    uint16_t *o = out;
-    const uint16_t *l = left, *r = right;
+    typedef uint16_t __attribute__((aligned(1), may_alias)) Element;
+    Element *o = out;
+    const Element *l = left, *r = right;
     int64_t i = 0;
     for (; i + 8 <= count; i += 8) {
         __m256 sum = _mm256_add_ps(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(l + i))),
@@ -239,7 +241,6 @@ enum {
     BLOCK_BYTES = 16 << 10, /* some operands and a result stay in a core's first-level cache */
     SLEEP_NS = 50000000,
     LEAST_SPIN_NS = 1000,
-    MOST_REGISTERS = 1024, /* parts, and scratch blocks */
 };
 static const int64_t NOWHERE = -1;
 
@@ -339,31 +340,31 @@ static int has_location(Exchange *x)
     return found;
 }
 
+/* Where a step finds or leaves a block: in the result, in a part, or in scratch memory. */
+static char *operand(const Exchange *x, const int64_t *table, const int64_t *row, int64_t number, int64_t offset)
+{
+    int64_t num_parts = row[4];
+    if (number >= num_parts)
+        return x->scratch + (number - num_parts) * BLOCK_BYTES;
+    return resolve(x, table, number < 0 ? row[7] : row[8 + number]) + offset;
+}
+
 static void reduce(const Exchange *x, const int64_t *table, const int64_t *row)
 {
     int64_t kind = row[2], count = row[3], num_parts = row[4], num_steps = row[5], num_copies = row[6];
     const int64_t *steps = row + 8 + num_parts, *copies = steps + 3 * num_steps;
     int64_t size = ELEMENT_BYTES[kind], block = BLOCK_BYTES / size;
     Add *add = additions()[kind];
-    char *registers[MOST_REGISTERS], *out = resolve(x, table, row[7]);
-    for (int64_t i = 0; i < num_parts; i++)
-        registers[i] = resolve(x, table, row[8 + i]);
     for (int64_t start = 0; start < count; start += block) {
-        int64_t length = count - start < block ? count - start : block;
+        int64_t length = count - start < block ? count - start : block, offset = start * size;
+        char *out = operand(x, table, row, -1, offset);
         if (num_steps == 0)
-            memmove(out + start * size, registers[0] + start * size, (size_t)(length * size));
-        for (int64_t i = 0; i < num_steps; i++) {
-            char *operands[3];
-            for (int64_t j = 0; j < 3; j++) {
-                int64_t number = steps[3 * i + j];
-                operands[j] = number < 0           ? out + start * size
-                              : number < num_parts ? registers[number] + start * size
-                                                   : x->scratch + (number - num_parts) * BLOCK_BYTES;
-            }
-            add(operands[2], operands[0], operands[1], length);
-        }
+            memmove(out, operand(x, table, row, 0, offset), (size_t)(length * size));
+        for (const int64_t *step = steps; step < copies; step += 3)
+            add(operand(x, table, row, step[2], offset), operand(x, table, row, step[0], offset),
+                operand(x, table, row, step[1], offset), length);
         for (int64_t i = 0; i < num_copies; i++)
-            memcpy(resolve(x, table, copies[i]) + start * size, out + start * size, (size_t)(length * size));
+            memcpy(resolve(x, table, copies[i]) + offset, out, (size_t)(length * size));
     }
 }
 
