@@ -5,6 +5,7 @@ Each test runs one scenario, on ranks that stay from one to the next.
 
 import itertools
 import operator
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from lockstep.comm.shm.file_layout import FileLayout
-from lockstep.shards import add_in_tree_order
+from lockstep.shards import add_in_tree_order, partial_nodes
 
 WORLDS = (2, 3, 4)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -232,6 +233,35 @@ def group_memory_is_given_back(rank: int, size: int, group: Any) -> Claims:
     part = tensor[5:10]
     del tensor
     yield "a view outlives its tensor", part, tree_sum(values)[5:10] if turn % 10 == 0 else values[rank][5:10]
+
+
+def parts_of_any_rank_are_added_in_the_order_of_the_tree(rank: int, size: int, group: Any) -> Claims:
+    """Random layouts: several parts on a rank, or none, not in the order of the ranks, in whatever memory."""
+    draw, alone = random.Random(size), random.Random(100 + rank)
+    for number in range(40):
+        num_shards = draw.choice((max(size - 1, 1), size, size, draw.randrange(1, 3 * size + 1)))
+        bounds = sorted([0, num_shards, *(draw.randrange(num_shards + 1) for _ in range(size - 1))])
+        if num_shards == size and draw.random() < 0.7:
+            bounds = [*range(size + 1)]
+        layout = [partial_nodes(start, stop, num_shards) for start, stop in itertools.pairwise(bounds)]
+        draw.shuffle(layout)
+        length, dtype = draw.choice((1, 77, 5000, 250_001, 600_007)), draw.choice((*FLOATS, torch.int16, torch.cfloat))
+        values = {
+            node: (whole if dtype in {torch.int16, torch.cfloat} else wild)(shard, length, dtype)
+            for shard, node in enumerate(node for nodes in layout for node in nodes)
+        }
+        # What only this rank knows: where its tensors lie, and whether the result is one of them.
+        parts = [
+            (group.allocate_tensor(length, dtype=dtype) if alone.random() < 0.7 else torch.empty(length, dtype=dtype))
+            for _ in layout[rank]
+        ]
+        for part, node in zip(parts, layout[rank], strict=True):
+            part.copy_(values[node])
+        out = alone.choice(parts) if parts and alone.random() < 0.7 else torch.empty(length, dtype=dtype)
+        call = f"sum {number}".encode()
+        group.ordered_all_reduce(parts, out, layout, num_shards, call, is_async=draw.random() < 0.3).wait()
+        expected = add_in_tree_order(values, num_shards, operator.add)
+        yield f"{number}: {length} of {dtype} as {layout}", out, expected
 
 
 def all_reduce_of_any_layout(rank: int, size: int, group: Any) -> Claims:

@@ -218,12 +218,13 @@ def _reduce_everywhere(  # what is reduced, and what is compared
     if programs.is_short(ranks, parts, count):
         exchange.run(programs.reduce_short(ranks, parts, count), addresses, call, how=by_torch)
         return
-    is_plain = parts.num_slots == 1 and tensors[0] is out
-    location = exchange.memory.locate(out) if is_plain else NOWHERE
+    # What only this rank knows, such as `out`, must not choose the program: the others would run another.
+    is_in_place = len(tensors) == 1 and tensors[0] is out
+    location = exchange.memory.locate(out) if is_in_place else NOWHERE
     for first, length in programs.cut(ranks, parts, count):
         offset = first * parts.element_bytes
         here = [address + offset for address in addresses]
-        program = programs.reduce_long(ranks, parts, length, location != NOWHERE, may_lie_in_group=is_plain)
+        program = programs.reduce_long(ranks, parts, length, lies_in_group=location != NOWHERE)
         if not exchange.run(program, here, call, NOWHERE if location == NOWHERE else location + offset, how=by_torch):
             continue
         locations = exchange.locations(length * parts.element_bytes)

@@ -194,20 +194,16 @@ def cut(ranks: Ranks, parts: HeldParts, count: int) -> Iterator[tuple[int, int]]
 
 
 @lru_cache(maxsize=64)
-def reduce_long(
-    ranks: Ranks, parts: HeldParts, count: int, lies_in_group: bool = False, *, may_lie_in_group: bool = False
-) -> Program:
-    """Reduce parts in the pipeline.
+def reduce_long(ranks: Ranks, parts: HeldParts, count: int, *, lies_in_group: bool = False) -> Program:
+    """Reduce parts in the pipeline, or return to the caller if the tensor of a rank lies in the group's memory.
 
-    With `may_lie_in_group`, return to the caller if the tensor of a rank lies in the group's memory. A rank of which it
-    does writes nothing before that.
+    A rank of which it does writes nothing before that.
     """
     rows = _ProgramRows()
     if not lies_in_group:
         _write(rows, ranks, parts, count, 0)
     rows.end_phase(is_first=True)
-    if may_lie_in_group:
-        rows.find_places()
+    rows.find_places()
     _finish(rows, ranks, parts, count)
     return rows.end()
 
@@ -232,7 +228,8 @@ def reduce_in_place(ranks: Ranks, parts: HeldParts, count: int) -> Program:
     first, last = _share(count, ranks.size, ranks.rank, parts.element_bytes)
     everyone = [ranks.given(rank, first * parts.element_bytes) for rank in range(ranks.size)]
     others = [everyone[rank] for rank in ranks.others()]
-    rows.reduce(parts.kind, last - first, everyone[ranks.rank], everyone, parts.steps, others)
+    found = [everyone[rank] for rank, _ in parts.holders]
+    rows.reduce(parts.kind, last - first, everyone[ranks.rank], found, parts.steps, others)
     rows.end_phase()
     return rows.end()
 
