@@ -9,7 +9,7 @@ NATIVE := src/lockstep/comm/shm/native
 # Otherwise every process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test suite check lint style types unit changed bench-ddp bench-comm bench-bits bench-checkpoints bench-elastic torture bench-recorder bench-streams bench-trainer pages docs browser matrix clean
+.PHONY: train test suite check lint style types unit changed bench-ddp bench-comm bench-bits bench-checkpoints bench-elastic torture sanitize bench-recorder bench-streams bench-trainer pages docs browser matrix clean
 
 train: $(STAMP)
 	$(VENV)/bin/lockstep train $(CONFIG)
@@ -70,6 +70,10 @@ bench-streams: $(STAMP)
 # About an hour; needs root for the second user. `python -m torture --help` has the parts.
 torture: $(STAMP)
 	$(VENV)/bin/python -m torture
+
+# shm.c under the sanitizers, with random schedules: a minute. `make torture` does it with others each time.
+sanitize: $(STAMP)
+	$(VENV)/bin/python -m torture.schedules
 
 bench-comm: $(STAMP)-bench
 	$(VENV)/bin/python benchmarks/comm.py

@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import torch
 
-from torture import collectives, damage, ends, environments, faults, kills, long_run, second_user, slow
+from torture import collectives, damage, ends, environments, faults, kills, long_run, schedules, second_user, slow
 from torture.row import Row
 
 _PARTS: dict[str, tuple[float, Callable[[Row, int], None]]] = {
     "damage": (0.08, damage.run),
     "collectives": (0.12, collectives.run),
+    "schedules": (0.1, schedules.run),
     "ends": (0.15, ends.run),
     "second_user": (0.05, second_user.run),
     "faults": (0.2, faults.run),
