@@ -144,16 +144,16 @@ static const int64_t ELEMENT_BYTES[NUM_KINDS] = {4, 8, 2, 2, 1, 2, 4, 8};
 
 typedef void Add(void *out, const void *left, const void *right, int64_t count);
 
+typedef union {
+    float value;
+    uint32_t bits;
+} Float;
+
 static inline uint16_t bfloat16_sum(uint16_t left, uint16_t right)
 {
-    uint32_t bits[2] = {(uint32_t)left << 16, (uint32_t)right << 16};
-    float values[2], sum;
-    memcpy(values, bits, sizeof values);
-    sum = values[0] + values[1];
-    uint32_t found;
-    memcpy(&found, &sum, sizeof found);
-    uint32_t rounded = (found + 0x7fff + ((found >> 16) & 1)) >> 16;
-    return (uint16_t)(sum == sum ? rounded : 0x7fc0);
+    Float l = {.bits = (uint32_t)left << 16}, r = {.bits = (uint32_t)right << 16}, sum = {.value = l.value + r.value};
+    uint32_t rounded = (sum.bits + 0x7fff + ((sum.bits >> 16) & 1)) >> 16;
+    return (uint16_t)(sum.value == sum.value ? rounded : 0x7fc0);
 }
 
 #define PLUS(left, right) ((left) + (right))
