@@ -332,7 +332,7 @@ class GlooComparer:
             return None if self.broken is None else self.broken.with_traceback(None)
         deadline = time.monotonic() + EXIT_SECONDS
         while self.broken is None and time.monotonic() < deadline:
-            lost = self._find_stored() or self._explain_ended(self._ends.find_ended(seconds=_END_LOOK_SECONDS))
+            lost = self.find_any_failed() or self._explain_ended(self._ends.find_ended(seconds=_END_LOOK_SECONDS))
             if lost is not None:
                 return lost
         if self.broken is not None:
@@ -343,7 +343,7 @@ class GlooComparer:
         if peer is None:
             return None
         lost, pid = self.global_ranks[peer], self._ends.pids[peer]
-        stored = self._find_stored()
+        stored = self.find_any_failed()
         if stored is not None and stored.rank == lost:
             return stored
         return PeerLostError(
@@ -357,7 +357,7 @@ class GlooComparer:
             self.broken = error
         self._sockets.shut_down()
 
-    def _find_stored(self) -> PeerLostError | None:
+    def find_any_failed(self) -> PeerLostError | None:
         try:
             stored = self._store.get("failure_reason").decode() if self._store.check(["failure_reason"]) else ""
         except RuntimeError:  # the rank that holds the store is lost too
@@ -367,10 +367,7 @@ class GlooComparer:
 
     def find_any_lost(self) -> PeerLostError | None:
         """Return the error for a rank that has stored why it failed, or whose process has ended, or None (local)."""
-        return self._find_stored() or self._explain_ended(self._ends.find_ended())
-
-    def find_any_failed(self) -> PeerLostError | None:
-        return self._find_stored()
+        return self.find_any_failed() or self._explain_ended(self._ends.find_ended())
 
     def mark_broken(self, error: PeerLostError) -> None:
         """Let `raise_if_broken` raise `error`; the rank that failed has stored it for the others (local)."""
@@ -396,11 +393,8 @@ class GlooComparer:
         return [unpack_text(page) for page in pages]
 
     def _explain_lost(self, call: bytes, error: RuntimeError) -> GroupError:
-        if self.broken is not None:
-            return self.broken.with_traceback(None)
-        lost = self.explain_error(error)
-        if lost is not None:
-            return lost
-        return self._find_stored() or PeerLostError(
-            f"A rank was lost, or did not reach {call.decode()}: {error} (LS203)"
+        return (
+            self.explain_error(error)
+            or self.find_any_failed()
+            or PeerLostError(f"A rank was lost, or did not reach {call.decode()}: {error} (LS203)")
         )

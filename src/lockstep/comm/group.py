@@ -236,7 +236,7 @@ class CheckedProcessGroup(LockstepGroup):
                 f"{call.decode()} was ended on this rank by {type(error).__name__}. (LS213)"
             )
             self._peers.report_failure(error)
-            self._torch.note_interrupted()
+            self._torch.is_ended = True
             raise
 
     def _forward(self, method: str, arguments: Sequence[Any], name: str, event: int | None = None) -> Work:

@@ -170,10 +170,8 @@ def send_exit_notices() -> None:
     A rank that still needs this one raises at once, not after the timeout. Groups of torch's own backends
     send nothing.
     """
-    if dist.is_available() and dist.is_initialized():
-        for group in list_groups():
-            if capabilities_of(group).reports_exits:
-                cast("ReportsExits", group).send_exit_notice()
+    for group in _groups_that_report():
+        group.send_exit_notice()
 
 
 def report_failure(error: BaseException) -> None:
@@ -181,10 +179,13 @@ def report_failure(error: BaseException) -> None:
 
     Only the first report counts. Groups of torch's own backends, unless made with `check=True`, send nothing.
     """
-    if dist.is_available() and dist.is_initialized():
-        for group in list_groups():
-            if capabilities_of(group).reports_exits:
-                cast("ReportsExits", group).report_failure(error)
+    for group in _groups_that_report():
+        group.report_failure(error)
+
+
+def _groups_that_report() -> list[ReportsExits]:
+    groups = list_groups() if dist.is_available() and dist.is_initialized() else []
+    return [cast("ReportsExits", group) for group in groups if capabilities_of(group).reports_exits]
 
 
 def report_uncaught_exceptions() -> None:

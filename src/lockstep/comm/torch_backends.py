@@ -58,7 +58,8 @@ class TorchBackends:
         self._peers = peers
         self._made: dict[str, Any] = {}
         self._sockets: list[GlooSockets] = []
-        self._is_ended = False
+        self.is_ended = False
+        """Whether calls that this rank has begun were ended, or may not be made by others."""
         self.has_device = not {"gloo"}.issuperset(names.values())
         """Whether a wait for a call of theirs may only queue a wait on a device."""
         self._abort_thread: threading.Thread | None = None
@@ -168,7 +169,7 @@ class TorchBackends:
 
     def end_calls(self, error: GroupError) -> None:
         """Let the calls that are under way raise, and those that wait (any thread)."""
-        self._is_ended = True
+        self.is_ended = True
         self._waits.end(error)
         for sockets in self._sockets:
             sockets.shut_down()
@@ -176,13 +177,9 @@ class TorchBackends:
         if has_device and self._abort_thread is None:
             self._abort_thread = start_thread_left_alone(self.abort, name="lockstep-abort")  # NCCL's takes a while
 
-    def note_interrupted(self) -> None:
-        """Let `wait_for_ended` wait for calls that this rank has begun, and others may not make."""
-        self._is_ended = True
-
     def wait_for_ended(self) -> None:
         """Return when calls that were ended can write into no tensor any more; GroupError if one still may."""
-        if self._is_ended:
+        if self.is_ended:
             for sockets in self._sockets:
                 sockets.wait_until_closed()
             self._under_way.wait_for_end([*self._made.values()])

@@ -334,14 +334,21 @@ def making_group(
 ) -> Iterator[None]:
     """Record and explain what happens while torch makes the group inside this context (collective).
 
-    `set_up` and `store` are None for a group without a store; `uses_gloo`: torch itself makes a Gloo backend.
+    `set_up` and `store`, None for a group without a store, are passed on; `uses_gloo`: torch makes a Gloo backend.
     """
     with (
         waiting_for_others("connecting the process group"),
         _network_explained(rank),
-        _in_time(set_up, store, rank, world_size, uses_gloo=uses_gloo),
+        contextlib.ExitStack() as until_made,
     ):
+        if set_up is not None and store is not None:
+            until_made.enter_context(setting_up(set_up))
+            if uses_gloo and set_up.checking is Checking.OFF:
+                members = GroupMembers(global_ranks=range(world_size))
+                until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
         yield
+    if set_up is not None and set_up.hosts is not None and dist.GroupMember.WORLD is not None:
+        remember_hosts(dist.GroupMember.WORLD, set_up.hosts)
 
 
 def waiting_for_others(what: str) -> AbstractContextManager[None]:
@@ -364,23 +371,6 @@ def _decide_check(check: bool | None, backend: str, rank: int, hosts: GroupHosts
             "" if hosts.is_one_host else " on several hosts",
         )
     return is_cheap
-
-
-@contextlib.contextmanager
-def _in_time(
-    set_up: GroupSetUp | None, store: Store | None, rank: int, world_size: int, *, uses_gloo: bool
-) -> Iterator[None]:
-    """Pass hosts and deadline to the group that torch makes inside this context (collective)."""
-    if set_up is None or store is None:
-        yield
-        return
-    with setting_up(set_up), contextlib.ExitStack() as until_made:
-        if uses_gloo and set_up.checking is Checking.OFF:
-            members = GroupMembers(global_ranks=range(world_size))
-            until_made.enter_context(gloo_connected_in_time(store, rank, members, set_up.deadline))
-        yield
-    if set_up.hosts is not None and dist.GroupMember.WORLD is not None:
-        remember_hosts(dist.GroupMember.WORLD, set_up.hosts)
 
 
 @contextlib.contextmanager

@@ -298,10 +298,9 @@ class ShmProcessGroup(LockstepGroup):
             lambda: write_back(tensor, flat),
         )
 
-    def _check_rank(self, who: str, rank: int) -> int:
+    def _check_rank(self, who: str, rank: int) -> None:
         if not 0 <= rank < self.size():
             raise ValueError(f"{who} is rank {rank} of the group, expected 0 to {self.size() - 1}. (LS209)")
-        return rank
 
 
 def _close(
