@@ -52,7 +52,7 @@ from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.messages import PointToPoint
 from lockstep.comm.shm.peers import Peers, PeerState
 from lockstep.comm.shm.phases import PhaseExchange
-from lockstep.comm.shm.programs import Program, is_short, one_part_each, reduce_short
+from lockstep.comm.shm.programs import Program, barrier, is_short, one_part_each, reduce_short
 from lockstep.comm.shm.rendezvous import NotShared, connect_ranks
 from lockstep.comm.shm.work import CallRunner, WorkQueue
 from lockstep.comm.torch_backends import TorchBackends
@@ -114,7 +114,8 @@ class ShmProcessGroup(LockstepGroup):
         if how.kind == BY_TORCH or not is_short(self._exchange.ranks, parts, tensor.numel() * how.width):
             return None
         call = ALL_REDUCE.read([tensors, opts], {})
-        program = reduce_short(self._exchange.ranks, parts, tensor.numel() * how.width)
+        count = tensor.numel() * how.width
+        program = barrier() if self.size() == 1 else reduce_short(self._exchange.ranks, parts, count)
         if len(self._short_sums) >= _MOST_SHORT_SUMS:
             self._short_sums.clear()
         found = self._short_sums[key] = ALL_REDUCE.describe(call, self._global_ranks), program
