@@ -168,7 +168,7 @@ def _connect(location: StoreLocation, rank: int, timeout: timedelta) -> Store | 
     if location.host in _LOOPBACK_NAMES and not has_loopback():
         raise GroupError(f"Rank {rank} cannot reach {location.address}. {NO_LOOPBACK} (LS110)")
     while True:
-        refusal = _await_name(location, end) if serves else _await_store(location, rank, end)
+        refusal = _retry(_find_name, location, end) if serves else _await_store(location, rank, end)
         cause: dist.DistError | None = None
         if refusal is None:
             # No longer than an answer may take: no code joins that thread, and if it returns while the interpreter
@@ -257,7 +257,7 @@ def _await_store(location: StoreLocation, rank: int, end: float) -> OSError | No
     """Wait until a store answers; return the last error if none does until `end`."""
     start = time.monotonic()
     while True:
-        refusal = _await_listener(location, end)
+        refusal = _retry(_try_connect, location, end)
         if refusal is not None:
             return refusal
         seconds = min(max(end - time.monotonic(), _LEAST_SECONDS), ANSWER_SECONDS)
@@ -303,56 +303,37 @@ def probe_store(host: str, port: int, seconds: float) -> Probe:
     return Probe.STORE if answer == expected else Probe.SILENT
 
 
-def _await_listener(location: StoreLocation, end: float) -> OSError | None:
-    """Wait until a process listens; return the last error if none does until `end`."""
-    pause = _FIRST_PAUSE_SECONDS
-    warning = _WaitWarning(location, end)
-    while (refusal := _try_connect(location)) is not None and time.monotonic() < end:
-        warning.warn_when_due(refusal)
+def _retry(attempt: Callable[[StoreLocation], OSError | None], location: StoreLocation, end: float) -> OSError | None:
+    """Attempt it until it succeeds; return the last error if it does not until `end`. Warn once of a long wait."""
+    pause, warns_at = _FIRST_PAUSE_SECONDS, time.monotonic() + WARNING_SECONDS
+    while (refusal := attempt(location)) is not None and time.monotonic() < end:
+        if time.monotonic() >= warns_at:
+            warns_at = math.inf
+            _warn_of_wait(location, end, refusal)
         time.sleep(min(pause, max(end - time.monotonic(), 0)))
         pause = min(2 * pause, _LAST_PAUSE_SECONDS)
     return refusal
 
 
-def _await_name(location: StoreLocation, end: float) -> OSError | None:
-    """Wait until the host has an address; return the last error if it has none until `end`."""
-    warning = _WaitWarning(location, end)
-    while True:
-        try:
-            socket.getaddrinfo(location.host, location.port)
-        except OSError as error:
-            if time.monotonic() >= end:
-                return error
-            warning.warn_when_due(error)
-        else:
-            return None
-        time.sleep(min(_LAST_PAUSE_SECONDS, max(end - time.monotonic(), 0)))
+def _warn_of_wait(location: StoreLocation, end: float, refusal: OSError) -> None:
+    why = str(refusal)
+    if isinstance(refusal, socket.gaierror):
+        setting = "MASTER_ADDR" if location.scheme == "env" else "the host in init_method"
+        why = f"the name {location.host!r} cannot be resolved; set {setting} to an address if it never will be"
+    warnings.warn(
+        f"No rendezvous at {location.address} for {WARNING_SECONDS:.0f} s: {why}. This worker will try "
+        f"for {end - time.monotonic():.0f} s more. (LS110)",
+        stacklevel=stacklevel_of_user(),
+    )
 
 
-@final
-class _WaitWarning:
-    """The warning that a worker prints once when it has waited long for the rendezvous."""
-
-    def __init__(self, location: StoreLocation, end: float) -> None:
-        self._location = location
-        self._end = end
-        self._due = time.monotonic() + WARNING_SECONDS
-
-    def warn_when_due(self, refusal: OSError) -> None:
-        if time.monotonic() < self._due:
-            return
-        self._due = math.inf
-        why = str(refusal)
-        if isinstance(refusal, socket.gaierror):
-            setting = "MASTER_ADDR" if self._location.scheme == "env" else "the host in init_method"
-            why = (
-                f"the name {self._location.host!r} cannot be resolved; set {setting} to an address if it never will be"
-            )
-        warnings.warn(
-            f"No rendezvous at {self._location.address} for {WARNING_SECONDS:.0f} s: {why}. This worker will try "
-            f"for {self._end - time.monotonic():.0f} s more. (LS110)",
-            stacklevel=stacklevel_of_user(),
-        )
+def _find_name(location: StoreLocation) -> OSError | None:
+    """Return why the host has no address; None if it has one."""
+    try:
+        socket.getaddrinfo(location.host, location.port)
+    except OSError as error:
+        return error
+    return None
 
 
 def _try_connect(location: StoreLocation) -> OSError | None:

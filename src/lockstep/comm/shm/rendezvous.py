@@ -24,11 +24,9 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
 
 from torch.distributed import Store
 
@@ -118,8 +116,14 @@ def connect_ranks(
             return NotShared(reason=reason), hosts
         if listener is not None:
             return _receive_all(store, listener, layout, deadline, members.global_ranks), hosts
-        with _explaining_lost_root(store, deadline.limit, members.global_ranks):
-            return _join(store, address, rank, deadline, members.global_ranks), hosts
+        with _loss_explained(members.global_ranks[0], store, _FAILED, how="ended"):
+            try:
+                return _join(store, address, rank, deadline, members.global_ranks), hosts
+            except TimeoutError as error:
+                raise GroupError(
+                    f"Rank {members.global_ranks[0]} did not make the group within {deadline.limit.total_seconds():g} "
+                    "s. Look at its log; it may be stuck. (LS109)"
+                ) from error
     finally:
         if listener is not None:
             listener.close()
@@ -143,24 +147,6 @@ def _publishing_reason(store: Store, key: str) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _explaining_lost_root(store: Store, timeout: timedelta, global_ranks: Sequence[int]) -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError as error:
-        raise GroupError(
-            f"Rank {global_ranks[0]} did not make the group within {timeout.total_seconds():g} s. Look at its log; it "
-            "may be stuck. (LS109)"
-        ) from error
-    except (OSError, EOFError) as error:
-        raise _explain_gone(store, global_ranks[0]) from error
-
-
-def _explain_gone(store: Store, name: int) -> GroupError:
-    ended = PeerLostError(f"Rank {name} ended while the group was being made. (LS112)", rank=name)
-    return _read_reason(store, _FAILED) or ended
-
-
 def _read_reason(store: Store, key: str) -> GroupError | None:
     """Return why a rank failed, if it has stored a reason."""
     try:
@@ -178,6 +164,10 @@ def _receive_all(
 ) -> GroupHandles:
     connections: dict[int, socket.socket] = {}
     pids: dict[int, int] = {0: os.getpid()}
+
+    def explained(rank: int) -> AbstractContextManager[None]:
+        return _loss_explained(global_ranks[rank], store, _LEFT.format(rank))
+
     with ExitStack() as undo, ExitStack() as done, _publishing_reason(store, _FAILED):
         descriptor = memory.create_file(layout)
         undo.callback(os.close, descriptor)
@@ -189,15 +179,15 @@ def _receive_all(
             raise GroupError(explain_missing(missing, layout.size, deadline.limit)) from error
         hello = json.dumps([pids[rank] for rank in range(layout.size)]).encode()
         for rank, connection in connections.items():
-            with _loss_explained(global_ranks[rank], partial(_read_reason, store, _LEFT.format(rank))):
+            with explained(rank):
                 socket.send_fds(connection, [_NUMBER.pack(len(hello)) + hello], [descriptor])
         pidfds = _watch(pids, 0, undo, global_ranks)
         for rank, connection in connections.items():
             connection.settimeout(deadline.seconds_left(_GRACE_SECONDS))
-            with _loss_explained(global_ranks[rank], partial(_read_reason, store, _LEFT.format(rank))):
+            with explained(rank):
                 _expect(connection, _READY)
         for rank, connection in connections.items():
-            with _loss_explained(global_ranks[rank], partial(_read_reason, store, _LEFT.format(rank))):
+            with explained(rank):
                 connection.sendall(_GO)
         undo.pop_all()
     return GroupHandles(descriptor=descriptor, pidfds=pidfds, pids=pids)
@@ -300,18 +290,14 @@ def _watch(pids: dict[int, int], own: int, undo: ExitStack, global_ranks: Sequen
     return pidfds
 
 
-def _no_reason() -> None:
-    """Return None: no reason for a loss is stored."""
-
-
 @contextmanager
-def _loss_explained(name: int, read_reason: Callable[[], GroupError | None] = _no_reason) -> Iterator[None]:
+def _loss_explained(name: int, store: Store | None = None, key: str = "", how: str = "was lost") -> Iterator[None]:
     """Raise that the rank of this name was lost if its connection fails, or the reason that it has stored."""
     try:
         yield
     except (OSError, EOFError) as error:
-        lost = PeerLostError(f"Rank {name} was lost while the group was being made. (LS112)", rank=name)
-        raise read_reason() or lost from error
+        lost = PeerLostError(f"Rank {name} {how} while the group was being made. (LS112)", rank=name)
+        raise (None if store is None else _read_reason(store, key)) or lost from error
 
 
 def _expect(connection: socket.socket, expected: bytes) -> None:
