@@ -1,7 +1,7 @@
 """Which ranks of a group are on which host: found once, when the group is made, and held in one value.
 
 The shm rendezvous, the choice of Gloo's network interface and subgroups use that value. `init_process_group` finds it
-for the default group, after the startup handshake; a group that torch makes by itself finds it in its own set-up.
+for the default group in the startup handshake; a group that torch makes by itself finds it in its own set-up.
 """
 
 import errno
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup, Store
 
@@ -107,10 +107,20 @@ class GroupHosts:
 def find_hosts(store: Store, rank: int, members: GroupMembers, deadline: Deadline) -> GroupHosts:
     """Publish which host this rank is on, and return those of all (collective)."""
     keys = [f"host/{peer}" for peer in range(len(members.global_ranks))]
-    mine = json.dumps([host_identity(), socket.gethostname()])
     with store_loss_explained():
-        store.set(keys[rank], mine)
+        store.set(keys[rank], host_record())
         wait_for_members(store, keys, members, deadline)
+    return read_hosts(store, keys, rank)
+
+
+def host_record() -> str:
+    """Return which host this process is on, for `read_hosts` (local)."""
+    return json.dumps([host_identity(), socket.gethostname()])
+
+
+def read_hosts(store: Store, keys: Sequence[str], rank: int) -> GroupHosts:
+    """Return what every rank has stored of its host, under these keys in rank order (local)."""
+    with store_loss_explained():
         stored = read_all(store, keys)
     found = [read_texts(key, raw, 2) for key, raw in zip(keys, stored, strict=True)]
     for peer, (key, raw) in enumerate(zip(keys, stored, strict=True)):
@@ -118,7 +128,7 @@ def find_hosts(store: Store, rank: int, members: GroupMembers, deadline: Deadlin
         if (
             not is_host_identity(found[peer][0])
             or not found[peer][1].isprintable()
-            or (peer == rank and raw != mine.encode())
+            or (peer == rank and raw != host_record().encode())
         ):
             raise changed_value(key, raw)
     return GroupHosts(identities=tuple(identity for identity, _ in found), host_names=tuple(name for _, name in found))
@@ -208,9 +218,9 @@ def wait_for_members(store: Store, keys: Sequence[str], members: GroupMembers, d
 
 
 def read_all(store: Store, keys: Sequence[str]) -> list[bytes]:
-    if launch_store(store) is not None:
+    if cast("Any", store).has_extended_api():  # torch's type hints lack it
         return store.multi_get(list(keys))  # in one message
-    return [store.get(key) for key in keys]  # not every store has multi_get
+    return [store.get(key) for key in keys]
 
 
 def _wait(store: Store, keys: Sequence[str]) -> bool:

@@ -8,11 +8,12 @@ worker r                                              the store, under the gener
 --------                                              ----------------------------------------
 1 pass over generations that are finished          <- decision, closed
 2 compare its settings with the first worker's     <> first
-3 take the place of rank r                         <> place/<r>, member/<token>, taken
+3 take the place of rank r                         <> place/<r>, taken
 4 the last to take a place, or to find a mistake   -> wake
-5 show that it is alive                            -> alive/<r>, living
+5 show that it is alive, and on which host         -> alive/<r>, living
 6 the last to show it, or to find a mistake        -> decision
-7 after a mistake: raise when all have read it     <> num_read, closed
+7 read the hosts of all                            <- alive/*
+8 after a mistake: raise when all have read it     <> num_read, closed
 
 [Note: liveness check] A store may outlive workers: torchrun's agent keeps its store when it restarts workers, and the
 file of a FileStore remains when they are killed. A place may be taken by a process that has exited, so no worker counts
@@ -35,6 +36,7 @@ from typing import final
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from lockstep.comm.hosts import GroupHosts, host_record, read_hosts
 from lockstep.comm.stored_values import read_number, read_record, to_stored
 from lockstep.errors import GroupError
 from lockstep.processes.user_line import stacklevel_of_user
@@ -52,6 +54,7 @@ _SHORTEST_SECONDS = 0.01
 """The shortest wait: to a store, zero means for ever."""
 _NAMED_RANKS = 8
 _DECIDED = "lockstep/decided"
+_PREFIX = "lockstep/{}/handshake"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +125,12 @@ def run_handshake(
     return generation
 
 
+def hosts_of_generation(store: Store, generation: int, rank: int, world_size: int) -> GroupHosts:
+    """Return the hosts of the workers of a complete generation (local)."""
+    shown = PrefixStore(_PREFIX.format(generation), store)
+    return read_hosts(shown, [f"alive/{peer}" for peer in range(world_size)], rank)
+
+
 def report_duplicate_rank(store: Store, me: Announcement) -> str:
     """Report the worker that has this worker's rank and serves `store`, if both belong to one world.
 
@@ -147,7 +156,7 @@ class _Handshake:
     def __init__(self, store: Store, generation: int, me: Announcement, start: float) -> None:
         self._root = store
         self._generation = generation
-        self._store = PrefixStore(f"lockstep/{generation}/handshake", store)
+        self._store = PrefixStore(_PREFIX.format(generation), store)
         self._me = me
         self._start = start
         self.has_place = False
@@ -164,8 +173,9 @@ class _Handshake:
         return takes_part and decision.outcome is Outcome.COMPLETE and self._is_member()
 
     def decision(self) -> _HandshakeResult | None:
-        if not self._store.check(["decision"]):
-            return None
+        return self._read_decision() if self._store.check(["decision"]) else None
+
+    def _read_decision(self) -> _HandshakeResult:
         return read_record("decision", self._store.get("decision"), _HandshakeResult)
 
     def wait_for_rank_holder(self) -> Announcement | None:
@@ -191,7 +201,6 @@ class _Handshake:
         if holder.token != self._me.token:
             return self.report_mistake(holder, _explain_duplicate_rank(holder, self._me))
         self.has_place = True
-        self._store.set(f"member/{self._me.token}", "yes")
         if self._store.add("taken", 1) == self._me.world_size:
             self._wake_all("all are here")
         response_seconds = min(RESPONSE_SECONDS, timeout.total_seconds())
@@ -232,20 +241,21 @@ class _Handshake:
             self._store.set("closed", "yes")
 
     def _show_alive(self, problem: str) -> _HandshakeResult:
-        self._store.set(f"alive/{self._me.rank}", "yes")
+        self._store.set(f"alive/{self._me.rank}", host_record())
         if self._store.get("wake") == b"all are here":
             if problem:
                 return self._decide(Outcome.FAILED, problem, self._me.world_size)
             if self._store.add("living", 1) == self._me.world_size:
                 return self._decide(Outcome.COMPLETE)
         # The worker that set the wake key waits once for the others to show that they run, and then decides.
-        self._wait(["decision"], 2 * RESPONSE_SECONDS)
+        if self._wait(["decision"], 2 * RESPONSE_SECONDS):
+            return self._read_decision()
         return self._decide(Outcome.FAILED if problem else Outcome.ABANDONED, problem, self._me.world_size)
 
     def _decide_at_timeout(self, problem: str) -> _HandshakeResult:
         """Decide on a generation in which not all places were taken in time."""
         self._wake_all("time is up")
-        self._store.set(f"alive/{self._me.rank}", "yes")
+        self._store.set(f"alive/{self._me.rank}", host_record())
         ranks = range(self._me.world_size)
         self._wait([f"alive/{rank}" for rank in ranks if self._store.check([f"place/{rank}"])], RESPONSE_SECONDS)
         living = [rank for rank in ranks if self._store.check([f"alive/{rank}"])]
@@ -258,15 +268,15 @@ class _Handshake:
     def _decide(self, outcome: Outcome, message: str = "", num_readers: int = 0) -> _HandshakeResult:
         """Store the decision on the generation, unless there is one; return the stored one."""
         decision = _HandshakeResult(outcome=outcome, message=message, num_readers=num_readers)
-        self._store.compare_set("decision", _ABSENT, to_stored(decision))
+        decided = self._store.compare_set("decision", _ABSENT, to_stored(decision))
         self._root.set(_DECIDED, str(self._generation))
-        self._wake_all("it is decided")
-        decided = self.decision()
-        assert decided is not None
-        return decided
+        return read_record("decision", decided, _HandshakeResult)
 
     def _is_member(self) -> bool:
-        return self._store.check([f"member/{self._me.token}"])
+        key = f"place/{self._me.rank}"
+        if self.has_place or not self._store.check([key]):
+            return self.has_place
+        return read_record(key, self._store.get(key), Announcement).token == self._me.token
 
     def _claim(self, key: str) -> Announcement:
         """Set `key` to this worker, unless it is set; return the worker that it holds."""

@@ -26,8 +26,7 @@ import psutil
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from lockstep.comm.bootstrap.store import StoreLocation
-from lockstep.comm.hosts import GroupHosts, GroupMembers, wait_for_members
+from lockstep.comm.hosts import GroupHosts, GroupMembers, read_all, wait_for_members
 from lockstep.comm.stored_values import Deadline, read_record, to_stored
 from lockstep.errors import GroupError
 from lockstep.settings import read_settings, set_gloo_interface
@@ -64,19 +63,25 @@ def explain_wrong_interface() -> str:
     )
 
 
-def choose_interface(store: Store, rank: int, hosts: GroupHosts, location: StoreLocation, deadline: Deadline) -> None:
+def choose_interface(store: Store, rank: int, hosts: GroupHosts, store_host: str, deadline: Deadline) -> None:
     """Set GLOO_SOCKET_IFNAME for this process, unless the user has (collective).
 
-    If a user has set it to loopback and there are several hosts, all ranks raise. `store` is for this group alone.
+    If a user has set it to loopback and there are several hosts, all ranks raise. `store` is for this group alone;
+    `store_host`: the host of rank 0's or the launcher's, empty if it is not known.
     """
     if hosts.is_one_host:
         if not read_settings().gloo_interface():
             _use_interface_of(_LOOPBACK)
         return
-    if not location.host:
+    if not store_host:
         return
     shared = PrefixStore("route", store)
-    routes = _exchange(shared, rank, len(hosts.identities), _find_route(location), deadline)
+    shared.set(str(rank), to_stored(_find_route(store_host)))
+    ranks = range(len(hosts.identities))
+    keys = list(map(str, ranks))
+    wait_for_members(shared, keys, GroupMembers(global_ranks=ranks), deadline)
+    stored = zip(keys, read_all(shared, keys), strict=True)
+    routes = [read_record(f"route/{key}", text, _Route) for key, text in stored]
     problem = _explain_loopback(routes, hosts)
     if problem:
         _wait_for_readers(shared, len(routes))
@@ -96,17 +101,10 @@ def describe_interfaces() -> str:
     return ", ".join(sorted(found))
 
 
-def _exchange(store: Store, rank: int, world_size: int, mine: _Route, deadline: Deadline) -> list[_Route]:
-    store.set(str(rank), to_stored(mine))
-    keys = [str(number) for number in range(world_size)]
-    wait_for_members(store, keys, GroupMembers(global_ranks=range(world_size)), deadline)
-    return [read_record(f"route/{key}", text, _Route) for key, text in zip(keys, store.multi_get(keys), strict=True)]
-
-
-def _find_route(location: StoreLocation) -> _Route:
+def _find_route(store_host: str) -> _Route:
     given = read_settings().gloo_interface()
     return _Route(
-        source=_source_towards(location.host),
+        source=_source_towards(store_host),
         given=given,
         is_given_loopback=bool(given) and all(map(_is_loopback, _addresses_of(given.split(",")[0].lstrip("=")))),
     )

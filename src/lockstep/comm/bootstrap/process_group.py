@@ -1,7 +1,7 @@
 """Setting up and tearing down the process group, with torch's arguments and errors that name the remedy.
 
-read settings -> open the store -> startup handshake -> find hosts   -> Gloo's interface -> torch makes the group
-(here)           (store.py)        (handshake.py)       (../hosts.py)   (interface.py)      (here)
+read settings -> open the store -> startup handshake, hosts of all -> Gloo's interface -> torch makes the group
+(here)           (store.py)        (handshake.py)                     (interface.py)      (here)
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed import init_process_group as make_torchs_group
 
 from lockstep.comm.bootstrap.channel_store import inherited_store
-from lockstep.comm.bootstrap.handshake import Announcement, report_duplicate_rank, run_handshake
+from lockstep.comm.bootstrap.handshake import Announcement, hosts_of_generation, report_duplicate_rank, run_handshake
 from lockstep.comm.bootstrap.identity import (
     WorldVariables,
     find_rank_and_size,
@@ -165,7 +165,13 @@ def init_process_group(  # the parameters are torch's, in torch's order
     set_up: GroupSetUp | None = None
     if backend.lower() not in _STORELESS:
         asked = ",".join(sorted(backend.lower().split(","))) + ("" if check is None else f" with check={check}")
-        settings = _OwnRequest(rank=rank, world_size=world_size, backend=asked, problem=problem)
+        me = Announcement(
+            rank=rank,
+            world_size=world_size,
+            backend=asked,
+            process=f"process {os.getpid()} on host {socket.gethostname()}",
+            token=f"{_TOKEN}-{os.getpid()}",  # a forked child has its parent's first half
+        )
         is_own_place = is_env and (str(rank), str(world_size)) == (variables.rank, variables.world_size)
         own_store = inherited_store() if is_own_place else None
         if own_store is not None:
@@ -176,9 +182,11 @@ def init_process_group(  # the parameters are torch's, in torch's order
         limit = _REPORT_TIMEOUT if problem else limit
         deadline = Deadline.after(limit)
         with waiting_for_others("the startup of the process group"):
-            opened = _open_and_handshake(settings, location, deadline)
-        backend, set_up = find_set_up(backend, opened, location, deadline, is_ours=is_ours, check=check)
+            opened, hosts = _open_and_handshake(me, problem, location, deadline)
         init_method, store, rank, world_size = None, opened.store, opened.rank, opened.world_size
+        backend, set_up = find_set_up(
+            backend, store, rank, hosts, location.host, deadline, is_ours=is_ours, check=check
+        )
     elif problem:
         raise GroupError(problem)
     if device_id is None and not is_ours:
@@ -228,66 +236,48 @@ def make_next_group(backend: str, store: Store, rank: int, world_size: int) -> N
     No other group may have the prefix of `store`.
     """
     deadline = Deadline.after(default_timeout(backend))
-    opened = OpenedStore(store=store, rank=rank, world_size=world_size)
-    location = StoreLocation(url="", scheme="", host="", port=0, is_hosted=False, store=store)
+    hosts = find_hosts(store, rank, GroupMembers(global_ranks=range(world_size)), deadline)
     check = read_settings().check()
-    backend, set_up = find_set_up(backend, opened, location, deadline, is_ours=False, check=check)
+    backend, set_up = find_set_up(backend, store, rank, hosts, "", deadline, is_ours=False, check=check)
     with making_group(set_up, store, rank, world_size, uses_gloo="gloo" in backend.lower()):
         make_torchs_group(backend, store=store, rank=rank, world_size=world_size)
     record_this_worker(rank, world_size, store)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OwnRequest:
-    rank: int
-    world_size: int
-    backend: str
-    problem: str
-    """Why it cannot take part; empty if it can."""
+def _open_and_handshake(
+    me: Announcement, problem: str, location: StoreLocation, deadline: Deadline
+) -> tuple[OpenedStore, GroupHosts]:
+    """Connect to the other workers (collective); return a store for this group alone, and where its ranks are.
 
-
-def _open_and_handshake(settings: _OwnRequest, location: StoreLocation, deadline: Deadline) -> OpenedStore:
-    """Connect to the other workers (collective); return rank, world size and a store for this group alone."""
+    `problem`: why this worker cannot take part; empty if it can.
+    """
     while True:
-        with _raising_first(settings.problem):
-            opened = open_store(location, settings.rank, settings.world_size, deadline.left(_LEAST_SECONDS))
+        with _raising_first(problem):
+            opened = open_store(location, me.rank, me.world_size, deadline.left(_LEAST_SECONDS))
             if opened is None:
                 limit = min(deadline.left(_LEAST_SECONDS), _DUPLICATE_TIMEOUT)
-                raise GroupError(explain_port_in_use(location, _report_duplicate(settings, location, limit)))
+                raise GroupError(explain_port_in_use(location, _report_duplicate(me, location, limit)))
         if location.store is None:
             opened.store.set_timeout(deadline.limit)
+        rank, world_size = opened.rank, opened.world_size
         generation = run_handshake(
             opened.store,
-            _announce(settings, opened.rank, opened.world_size),
+            replace(me, rank=rank, world_size=world_size),
             timeout=deadline.left(_LEAST_SECONDS),
             hosted_at=location.address if location.is_hosted else "",
-            problem=f"{settings.problem} Rank {opened.rank} found this first." if settings.problem else "",
+            problem=f"{problem} Rank {rank} found this first." if problem else "",
         )
         if generation is not None:
-            own = PrefixStore(f"lockstep/{generation}/group", opened.store)
-            return OpenedStore(store=own, rank=opened.rank, world_size=opened.world_size)
+            hosts = hosts_of_generation(opened.store, generation, rank, world_size)
+            return replace(opened, store=PrefixStore(f"lockstep/{generation}/group", opened.store)), hosts
 
 
-def _report_duplicate(settings: _OwnRequest, location: StoreLocation, timeout: datetime.timedelta) -> str:
+def _report_duplicate(me: Announcement, location: StoreLocation, timeout: datetime.timedelta) -> str:
     """Report the worker of this world that serves this rank's port, if there is one; return its process as text."""
     other = connect_to_other(location, timeout)
     with contextlib.suppress(dist.DistNetworkError):  # it has just ended
-        return (
-            ""
-            if other is None
-            else report_duplicate_rank(other, _announce(settings, settings.rank, settings.world_size))
-        )
+        return "" if other is None else report_duplicate_rank(other, me)
     return ""
-
-
-def _announce(settings: _OwnRequest, rank: int, world_size: int) -> Announcement:
-    return Announcement(
-        rank=rank,
-        world_size=world_size,
-        backend=settings.backend,
-        process=f"process {os.getpid()} on host {socket.gethostname()}",
-        token=f"{_TOKEN}-{os.getpid()}",  # a forked child has its parent's first half
-    )
 
 
 @contextlib.contextmanager
@@ -305,24 +295,29 @@ def _raising_first(problem: str) -> Iterator[None]:
 
 
 def find_set_up(
-    backend: str, opened: OpenedStore, location: StoreLocation, deadline: Deadline, *, is_ours: bool, check: bool | None
+    backend: str,
+    store: Store,
+    rank: int,
+    hosts: GroupHosts,
+    store_host: str,
+    deadline: Deadline,
+    *,
+    is_ours: bool,
+    check: bool | None,
 ) -> tuple[str, GroupSetUp]:
-    """Find the hosts, and set Gloo's interface (collective); on several hosts the returned backends may be others.
+    """Set Gloo's interface (collective); on several hosts the returned backends may be others.
 
     `is_ours`: the backends were chosen here, and not by the caller.
     """
-    store, rank = opened.store, opened.rank
-    hosts = find_hosts(
-        store, rank, GroupMembers(global_ranks=range(opened.world_size)), deadline.with_at_least(_LEAST_SECONDS)
-    )
     backend = backend_on_hosts(backend, hosts, rank, is_chosen=is_ours)
     warn_of_nccl(backend, hosts, rank)
     if uses_gloo_anywhere(backend):
-        choose_interface(store, rank, hosts, location, deadline.with_at_least(_LEAST_SECONDS))
+        choose_interface(store, rank, hosts, store_host, deadline.with_at_least(_LEAST_SECONDS))
     asked = Checking.PUBLISH if check is None else Checking.WAIT if check else Checking.OFF
     checking = asked if _decide_check(check, backend, rank, hosts) else Checking.OFF
-    if checking is Checking.OFF and backend_names(backend) == ["gloo"] and opened.world_size > 1:
-        checking = Checking.OFF if hosts.why_not_shared(range(opened.world_size)) else Checking.EXPLAIN
+    world_size = len(hosts.identities)
+    if checking is Checking.OFF and backend_names(backend) == ["gloo"] and world_size > 1:
+        checking = Checking.OFF if hosts.why_not_shared(range(world_size)) else Checking.EXPLAIN
     return backend, GroupSetUp(
         hosts=hosts, deadline=deadline.with_at_least(_LEAST_SECONDS), checking=checking, subgroups=asked
     )
@@ -332,7 +327,7 @@ def find_set_up(
 def making_group(
     set_up: GroupSetUp | None, store: Store | None, rank: int, world_size: int, *, uses_gloo: bool
 ) -> Iterator[None]:
-    """Record and explain what happens while torch makes the group inside this context (collective).
+    """Pass hosts and deadline to the group that torch makes in this context; record and explain it (collective).
 
     `set_up` and `store`, None for a group without a store, are passed on; `uses_gloo`: torch makes a Gloo backend.
     """
