@@ -37,6 +37,7 @@ _LAST_PAUSE_SECONDS = 0.05
 _WARNING_SECONDS = 10.0
 """After how long a rank that waits logs for which others."""
 _NAMESPACES = ("pid", "net", "user")
+_LIBRARY = " library "
 _MOST_CHARACTERS = 1000
 _LONG_BYTES = 1 << 44
 """As long as the file of a group, which takes memory only where it is written."""
@@ -96,12 +97,15 @@ class GroupHosts:
                 return f"rank {global_ranks[rank]} cannot share memory ({identity.removeprefix('alone, ')})"
             if identity != self.identities[0]:
                 both = f"ranks {global_ranks[0]} and {global_ranks[rank]}"
+                if self._key(rank) == self._key(0):
+                    return f"{both} have versions of lockstep whose shm.c differs"
                 return f"{both} are not on one host, or not in one container, or not of one user"
         return ""
 
     def _key(self, rank: int) -> str:
         identity = self.identities[rank]
-        return f"{identity} {self.host_names[rank]}" if identity.startswith("alone") else identity
+        is_alone = identity.startswith("alone")
+        return f"{identity} {self.host_names[rank]}" if is_alone else identity.partition(_LIBRARY)[0]
 
 
 def find_hosts(store: Store, rank: int, members: GroupMembers, deadline: Deadline) -> GroupHosts:
@@ -137,15 +141,16 @@ def read_hosts(store: Store, keys: Sequence[str], rank: int) -> GroupHosts:
 def host_identity() -> str:
     """Return a text that is equal for two processes exactly if they can share memory.
 
-    They can if they are of one user under one kernel, and see the same processes and sockets; host names and
-    LOCAL_WORLD_SIZE mean something else. A process that cannot share memory with anyone returns a text that starts with
-    `"alone"` and has the reason.
+    They can if they are of one user under one kernel, see the same processes and sockets, and have libraries of one
+    source; host names and LOCAL_WORLD_SIZE mean something else. A process that cannot share memory with anyone returns
+    a text that starts with `"alone"` and has the reason.
     """
     reason = why_alone()
     if reason:
         return f"alone, {reason}"
     spaces = " ".join(str(Path(f"/proc/self/ns/{name}").readlink()) for name in _NAMESPACES)
-    return f"boot {boot_id()} {spaces} uid {os.geteuid()}"
+    source = native.load().lockstep_shm_source().decode("ascii")
+    return f"boot {boot_id()} {spaces} uid {os.geteuid()}{_LIBRARY}{source}"
 
 
 def is_host_identity(text: str) -> bool:

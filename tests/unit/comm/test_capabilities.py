@@ -16,6 +16,7 @@ from lockstep.comm.calls import LONGEST_CALL, describe_call, explain_mismatch
 from lockstep.comm.collectives import COLLECTIVES, Collective, refuse_one_output_twice
 from lockstep.comm.group import CheckedProcessGroup
 from lockstep.comm.hosts import GroupHosts, host_identity, known_hosts
+from lockstep.comm.shm import native
 from lockstep.comm.shm.file_layout import PAGE
 from lockstep.comm.shm.group import ShmProcessGroup
 from lockstep.errors import CollectiveMismatchError
@@ -102,6 +103,14 @@ def test_ranks_that_cannot_share_memory_are_on_one_host_by_its_name() -> None:
     assert hosts.is_one_host
     assert hosts.why_not_shared([0, 1]) == "rank 0 cannot share memory (no Linux)"
     assert not hosts_of("alone, no Linux", "alone, no Linux").is_one_host
+
+
+def test_libraries_of_two_sources_on_one_host_do_not_share_memory() -> None:
+    # Both mapped one file, and each took the words of the other for its own.
+    assert f" library {native.load().lockstep_shm_source().decode()}" in host_identity()
+    hosts = hosts_of("boot 1 library a", "boot 1 library b")
+    assert hosts.is_one_host
+    assert hosts.why_not_shared([0, 1]) == "ranks 0 and 1 have versions of lockstep whose shm.c differs"
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
