@@ -18,11 +18,10 @@ from rich.text import Text
 
 from lockstep.cli.failures import FAILURE_EXIT
 from lockstep.cli.main import JSON, command, table_console
-from lockstep.comm import current_world, destroy_process_group, init_process_group
+from lockstep.comm import current_world, destroy_process_group, group_store, init_process_group
 from lockstep.comm.hosts import why_alone
 from lockstep.comm.link_check import LinkReport, check_links
 from lockstep.comm.nccl_defects import explain_defects
-from lockstep.comm.world import group_store
 from lockstep.devices import Gpu, Holder, Inventory, Placement, choose_devices, place_workers, take_inventory
 from lockstep.devices.choose import find_unseen_bytes
 from lockstep.devices.inventory import describe_bytes, describe_holder, gpu_number

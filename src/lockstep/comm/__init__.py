@@ -16,7 +16,8 @@ from lockstep.comm.lost_ranks import report_failure, send_exit_notices
 from lockstep.comm.messages import allocate_buffer
 from lockstep.comm.ordered import OrderedReductions, ordered_all_reduce, ordered_hook
 from lockstep.comm.ring import ring_all_reduce, ring_hook
-from lockstep.comm.world import World, current_world, group_store
+from lockstep.comm.world import World, current_world
+from lockstep.torch_private.groups import store_of as group_store
 
 register_backends()
 

@@ -9,7 +9,6 @@ that has the number, under which each rank has put them in the group's store.
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import zip_longest
 from operator import attrgetter
 from typing import Final, final
@@ -21,8 +20,8 @@ from torch.distributed import ProcessGroup
 
 from lockstep.comm.calls import LAYOUT_MARK, calls_of, describe_kind
 from lockstep.comm.capabilities import capabilities_of
-from lockstep.comm.world import group_store
 from lockstep.errors import CollectiveMismatchError
+from lockstep.torch_private.groups import store_of
 from lockstep.torch_private.modules import foreach_copy_
 
 _ALIGNMENT_BYTES: Final = 16
@@ -50,7 +49,7 @@ class TensorLayout:
         self._group = group
         is_long = len(text) > _MOST_LETTERS
         self._text = f"{len(lines)} {_numbered(self.number)}" if is_long else text
-        store = group_store(group)
+        store = store_of(group)
         if lines and store is not None and (is_long or not capabilities_of(group).compares_calls):
             store.set(f"{_LAYOUT_KEY}{self.number:x}", text)
 
@@ -89,7 +88,7 @@ class TensorLayout:
             _, is_layout, text = call.decode(errors="replace").rpartition(LAYOUT_MARK)
             _, is_number, number = text.partition(_LAYOUT)
             if is_number:
-                store, key = group_store(self._group), f"{_LAYOUT_KEY}{number}"
+                store, key = store_of(self._group), f"{_LAYOUT_KEY}{number}"
                 text = store.get(key).decode(errors="replace") if store is not None and store.check([key]) else ""
             if not is_layout or not text:
                 return ""
@@ -147,7 +146,12 @@ class TensorBroadcast:
                 finish()  # now, so that one message at a time has memory
             else:
                 finishes.append(finish)
-        return partial(_call_each, finishes)
+
+        def finish_all() -> None:
+            for finish in finishes:
+                finish()
+
+        return finish_all
 
     def _plan(self, names: list[str], tensors: list[Tensor]) -> None:
         self._layout = TensorLayout(zip(names, tensors, strict=True), self._group)
@@ -230,8 +234,3 @@ def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
                 target.copy_(source)
         else:
             foreach_copy_(targets, sources)
-
-
-def _call_each(calls: Iterable[Callable[[], None]]) -> None:
-    for call in calls:
-        call()

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from lockstep.comm.stored_values import read_record, to_stored
-from lockstep.comm.world import World, group_store
+from lockstep.comm.world import World
 from lockstep.errors import GroupError
+from lockstep.torch_private.groups import store_of
 
 _LENGTHS: Final = (1, 1021, 262_139, 4_194_301)
 """Elements of the messages: libraries have another protocol for each of short, medium and long ones."""
@@ -55,7 +56,7 @@ def check_links(world: World, device: torch.device) -> list[LinkReport]:
     The reports are the same on every rank. They end with the first set of ranks of which a call does not end within
     `_LIMIT_SECONDS`, their group's making included: then the devices are unusable, and the process should exit.
     """
-    store = None if world.group is None else group_store(world.group)
+    store = None if world.group is None else store_of(world.group)
     if world.group is None or store is None:
         raise GroupError("There is no process group whose links could be checked. (LS127)")
     number = store.add(f"link_check/calls/{world.rank}", 1)  # the same on every rank

@@ -4,7 +4,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch.distributed as dist
@@ -16,9 +16,10 @@ from lockstep.comm.calls import calls_for
 from lockstep.comm.capabilities import ReportsExits, capabilities_of
 from lockstep.comm.lost_ranks import EXIT_SECONDS
 from lockstep.comm.objects import to_plain_error
-from lockstep.comm.world import World, current_world, group_store
+from lockstep.comm.world import World, current_world
 from lockstep.errors import GroupError
 from lockstep.processes.host import boot_id
+from lockstep.torch_private.groups import store_of
 
 _LOGGER = logging.getLogger("lockstep")
 _PAUSE_SECONDS = 0.05
@@ -82,7 +83,7 @@ def once_per_host(call: Callable[[], object]) -> None:
     hosts = [(boot, name) for boot, name, _ in places]
     callers = sorted({hosts.index(host) for host in hosts})
     keys = [f"lockstep/once/{places[0][2]}/{rank}" for rank in callers]
-    store = cast("Store", group_store(world.group))  # the default group has one
+    store = cast("Store", store_of(world.group))  # the default group has one
     failure: Exception | None = None
     try:
         if world.rank in callers:
@@ -91,7 +92,7 @@ def once_per_host(call: Callable[[], object]) -> None:
             except Exception as error:  # noqa: BLE001 - it is raised on every rank
                 failure = error
             store.set(keys[callers.index(world.rank)], "done")
-        _wait(world, callers, lambda: [store.check([key]) for key in keys])
+        _wait(world, store, dict(zip(callers, keys, strict=True)))
         failures = world.gather_objects(None if failure is None else to_plain_error(failure, world.rank))
         if failure is not None:
             raise failure
@@ -102,24 +103,20 @@ def once_per_host(call: Callable[[], object]) -> None:
         failure = None  # its traceback has this frame: a cycle, which would keep what the frames hold
 
 
-def _wait(world: World, callers: Sequence[int], find_done: Callable[[], Sequence[bool]]) -> None:
+def _wait(world: World, store: Store, keys: Mapping[int, str]) -> None:
+    """Wait until these ranks have set their keys; after a while the first that does not call logs which have not."""
     started, has_told = time.monotonic(), False
     while True:
-        failure: DistNetworkError | None = None
         try:
-            done = find_done()
+            others = [rank for rank, key in keys.items() if not store.check([key])]
         except DistNetworkError as error:  # the rank that holds the store has ended, which is seen a moment later
-            failure = error
-        if failure is None and all(done):
+            _raise_if_lost(world, seconds=EXIT_SECONDS)
+            raise GroupError("The store of the process group is gone: rank 0, as a rule, has ended. (LS112)") from error
+        if not others:
             return
-        _raise_if_lost(world, seconds=0.0 if failure is None else EXIT_SECONDS)
-        if failure is not None:
-            raise GroupError(
-                "The store of the process group is gone: rank 0, as a rule, has ended. (LS112)"
-            ) from failure
+        _raise_if_lost(world, seconds=0.0)
         if not has_told and time.monotonic() - started > _WARNING_SECONDS:
             has_told = True
-            others = [rank for rank, is_done in zip(callers, done, strict=True) if not is_done]
             if world.rank == min(set(range(world.world_size)).difference(others)):
                 _LOGGER.warning(
                     "Waiting for rank %s to end the call of once_per_host. (LS109)", ", ".join(map(str, others))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup
 
 from lockstep.comm.objects import gather_objects, to_plain_error
 from lockstep.torch_private.groups import default_group, store_of
@@ -25,7 +25,7 @@ class World:
     @property
     def has_group(self) -> bool:
         """Whether the group is there, and was not destroyed since."""
-        return self.group is not None and not (self.is_torchs and group_store(self.group) is None)
+        return self.group is not None and not (self.is_torchs and store_of(self.group) is None)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every worker's `value`, in rank order (collective; small values: see `objects`)."""
@@ -53,15 +53,10 @@ class World:
         return cast("Result", result)
 
 
-def group_store(group: ProcessGroup) -> Store | None:
-    """Return the store that the ranks of a group share; None for a group that torch did not make (local)."""
-    return store_of(group)
-
-
 def current_world(group: ProcessGroup | None = None) -> World:
     """Return this worker's place in `group`, or in the default group, or alone if there is none (local)."""
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return World(rank=0, world_size=1, group=None)
         group = default_group()
-    return World(rank=group.rank(), world_size=group.size(), group=group, is_torchs=group_store(group) is not None)
+    return World(rank=group.rank(), world_size=group.size(), group=group, is_torchs=store_of(group) is not None)

@@ -146,7 +146,7 @@ def report_duplicate_rank(store: Store, me: Announcement) -> str:
     if other is not None and decision is None and _find_mistake(other, me) is None:
         decision = handshake.report_mistake(other, _explain_duplicate_rank(other, me))
         if decision.outcome is Outcome.FAILED:
-            handshake.wait_for_readers(decision)
+            wait_for_readers(handshake.store, decision.num_readers)
             raise GroupError(decision.message)
     return "" if other is None else other.process
 
@@ -156,7 +156,7 @@ class _Handshake:
     def __init__(self, store: Store, generation: int, me: Announcement, start: float) -> None:
         self._root = store
         self._generation = generation
-        self._store = PrefixStore(_PREFIX.format(generation), store)
+        self.store = PrefixStore(_PREFIX.format(generation), store)
         self._me = me
         self._start = start
         self.has_place = False
@@ -167,24 +167,24 @@ class _Handshake:
         takes_part = decision is None
         if decision is None:
             decision = self.join(timeout, problem)
-        if decision.outcome is Outcome.FAILED and (takes_part or not self._store.check(["closed"])):
-            self.wait_for_readers(decision)
+        if decision.outcome is Outcome.FAILED and (takes_part or not self.store.check(["closed"])):
+            wait_for_readers(self.store, decision.num_readers)
             raise GroupError(decision.message)
         return takes_part and decision.outcome is Outcome.COMPLETE and self._is_member()
 
     def decision(self) -> _HandshakeResult | None:
-        return self._read_decision() if self._store.check(["decision"]) else None
+        return self._read_decision() if self.store.check(["decision"]) else None
 
     def _read_decision(self) -> _HandshakeResult:
-        return read_record("decision", self._store.get("decision"), _HandshakeResult)
+        return read_record("decision", self.store.get("decision"), _HandshakeResult)
 
     def wait_for_rank_holder(self) -> Announcement | None:
         """Return the worker that has the place of this worker's rank; wait for it for a short time."""
         key = f"place/{self._me.rank}"
-        return read_record(key, self._store.get(key), Announcement) if self._wait([key], _CLAIM_SECONDS) else None
+        return read_record(key, self.store.get(key), Announcement) if _wait(self.store, [key], _CLAIM_SECONDS) else None
 
     def has_begun(self) -> bool:
-        return self._store.check(["first"])
+        return self.store.check(["first"])
 
     def first_member_of_other_world(self) -> Announcement | None:
         """Return the first worker of a world that is complete without this process; None if there is no such world."""
@@ -201,7 +201,7 @@ class _Handshake:
         if holder.token != self._me.token:
             return self.report_mistake(holder, _explain_duplicate_rank(holder, self._me))
         self.has_place = True
-        if self._store.add("taken", 1) == self._me.world_size:
+        if self.store.add("taken", 1) == self._me.world_size:
             self._wake_all("all are here")
         response_seconds = min(RESPONSE_SECONDS, timeout.total_seconds())
         left = self._start + timeout.total_seconds() - time.monotonic()
@@ -213,10 +213,10 @@ class _Handshake:
     def _wait_for_wake(self, seconds: float) -> bool:
         """Wait for the wake key; after a long wait, warn once which ranks are missing."""
         if seconds <= WARNING_SECONDS:
-            return self._wait(["wake"], seconds)
-        if self._wait(["wake"], WARNING_SECONDS):
+            return _wait(self.store, ["wake"], seconds)
+        if _wait(self.store, ["wake"], WARNING_SECONDS):
             return True
-        present = [rank for rank in range(self._me.world_size) if self._store.check([f"place/{rank}"])]
+        present = [rank for rank in range(self._me.world_size) if self.store.check([f"place/{rank}"])]
         missing = sorted(set(range(self._me.world_size)) - set(present))
         if missing and self._me.rank == present[0]:
             warnings.warn(
@@ -224,41 +224,34 @@ class _Handshake:
                 f"{_name_ranks(present).lower()} will wait {seconds - WARNING_SECONDS:.0f} s more. (LS109)",
                 stacklevel=stacklevel_of_user(),
             )
-        return self._wait(["wake"], seconds - WARNING_SECONDS)
+        return _wait(self.store, ["wake"], seconds - WARNING_SECONDS)
 
     def report_mistake(self, other: Announcement, mistake: str) -> _HandshakeResult:
         """Publish a mistake that involves `other`, if its process still runs (see [Note: liveness check])."""
         self._wake_all("a mistake")
-        if not self._wait([f"alive/{other.rank}"], RESPONSE_SECONDS):
+        if not _wait(self.store, [f"alive/{other.rank}"], RESPONSE_SECONDS):
             return self._decide(Outcome.ABANDONED)
         return self._decide(Outcome.FAILED, mistake, max(other.world_size, self._me.world_size))
 
-    def wait_for_readers(self, decision: _HandshakeResult) -> None:
-        """Wait until the others have read the decision, but not for long (see [Note: wait before raising])."""
-        with contextlib.suppress(dist.DistNetworkError):  # rank 0 has exited, and its store with it
-            if self._store.add("num_read", 1) < decision.num_readers:
-                self._wait(["closed"], RESPONSE_SECONDS)
-            self._store.set("closed", "yes")
-
     def _show_alive(self, problem: str) -> _HandshakeResult:
-        self._store.set(f"alive/{self._me.rank}", host_record())
-        if self._store.get("wake") == b"all are here":
+        self.store.set(f"alive/{self._me.rank}", host_record())
+        if self.store.get("wake") == b"all are here":
             if problem:
                 return self._decide(Outcome.FAILED, problem, self._me.world_size)
-            if self._store.add("living", 1) == self._me.world_size:
+            if self.store.add("living", 1) == self._me.world_size:
                 return self._decide(Outcome.COMPLETE)
         # The worker that set the wake key waits once for the others to show that they run, and then decides.
-        if self._wait(["decision"], 2 * RESPONSE_SECONDS):
+        if _wait(self.store, ["decision"], 2 * RESPONSE_SECONDS):
             return self._read_decision()
         return self._decide(Outcome.FAILED if problem else Outcome.ABANDONED, problem, self._me.world_size)
 
     def _decide_at_timeout(self, problem: str) -> _HandshakeResult:
         """Decide on a generation in which not all places were taken in time."""
         self._wake_all("time is up")
-        self._store.set(f"alive/{self._me.rank}", host_record())
+        self.store.set(f"alive/{self._me.rank}", host_record())
         ranks = range(self._me.world_size)
-        self._wait([f"alive/{rank}" for rank in ranks if self._store.check([f"place/{rank}"])], RESPONSE_SECONDS)
-        living = [rank for rank in ranks if self._store.check([f"alive/{rank}"])]
+        _wait(self.store, [f"alive/{rank}" for rank in ranks if self.store.check([f"place/{rank}"])], RESPONSE_SECONDS)
+        living = [rank for rank in ranks if self.store.check([f"alive/{rank}"])]
         missing = sorted(set(ranks) - set(living))
         if not (missing or problem):
             return self._decide(Outcome.COMPLETE)
@@ -268,32 +261,41 @@ class _Handshake:
     def _decide(self, outcome: Outcome, message: str = "", num_readers: int = 0) -> _HandshakeResult:
         """Store the decision on the generation, unless there is one; return the stored one."""
         decision = _HandshakeResult(outcome=outcome, message=message, num_readers=num_readers)
-        decided = self._store.compare_set("decision", _ABSENT, to_stored(decision))
+        decided = self.store.compare_set("decision", _ABSENT, to_stored(decision))
         self._root.set(_DECIDED, str(self._generation))
         return read_record("decision", decided, _HandshakeResult)
 
     def _is_member(self) -> bool:
         key = f"place/{self._me.rank}"
-        if self.has_place or not self._store.check([key]):
+        if self.has_place or not self.store.check([key]):
             return self.has_place
-        return read_record(key, self._store.get(key), Announcement).token == self._me.token
+        return read_record(key, self.store.get(key), Announcement).token == self._me.token
 
     def _claim(self, key: str) -> Announcement:
         """Set `key` to this worker, unless it is set; return the worker that it holds."""
-        return read_record(key, self._store.compare_set(key, _ABSENT, to_stored(self._me)), Announcement)
+        return read_record(key, self.store.compare_set(key, _ABSENT, to_stored(self._me)), Announcement)
 
     def _wake_all(self, why: str) -> None:
-        self._store.compare_set("wake", _ABSENT, why)
+        self.store.compare_set("wake", _ABSENT, why)
 
-    def _wait(self, keys: list[str], seconds: float) -> bool:
-        """Return whether all `keys` were set within `seconds`."""
-        try:
-            self._store.wait(keys, timedelta(seconds=max(seconds, _SHORTEST_SECONDS)))
-        except dist.DistNetworkError:
-            raise
-        except RuntimeError:  # FileStore has no exception of its own for a timeout
-            return self._store.check(keys)
-        return True
+
+def wait_for_readers(store: Store, num_readers: int) -> None:
+    """Wait until so many have read a reason to raise, but not for long (see [Note: wait before raising])."""
+    with contextlib.suppress(dist.DistNetworkError):  # rank 0 has exited, and its store with it
+        if store.add("num_read", 1) < num_readers:
+            _wait(store, ["closed"], RESPONSE_SECONDS)
+        store.set("closed", "yes")
+
+
+def _wait(store: Store, keys: list[str], seconds: float) -> bool:
+    """Return whether all `keys` were set within `seconds`."""
+    try:
+        store.wait(keys, timedelta(seconds=max(seconds, _SHORTEST_SECONDS)))
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError:  # FileStore has no exception of its own for a timeout
+        return store.check(keys)
+    return True
 
 
 def _latest_decided(store: Store) -> int:

@@ -157,40 +157,25 @@ def _check_environment(variables: WorldVariables, rank: int, world_size: int) ->
 
 
 def _from_open_mpi(variables: Variables) -> _LauncherReport | None:
-    return _from_mpi(
-        variables,
-        "Open MPI",
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        job=variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid"),  # of Open MPI 5 and 4
-        remedy=(
-            "mpirun does not say which host rank 0 is on: set its address for all workers, with mpirun "
-            "-x MASTER_ADDR=HOST -x MASTER_PORT=29500, where HOST is the first of its hosts."
-        ),
-    )
+    names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid")  # of Open MPI 5 and 4
+    return _from_mpi(variables, "Open MPI", names, job, "mpirun", "-x MASTER_ADDR=HOST -x MASTER_PORT=29500")
 
 
 def _from_pmi(variables: Variables) -> _LauncherReport | None:
     if "SLURM_STEP_ID" in variables and variables.get("PMI_RANK") == variables.get("SLURM_PROCID"):
         return None  # srun sets PMI variables too, and more in its own variables
-    return _from_mpi(
-        variables,
-        "MPI",
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        job=variables.get("PMI_KVSNAME") or variables.get("PMI_ID"),
-        remedy=(
-            "mpiexec does not say which host rank 0 is on: set its address for all workers, with mpiexec "
-            "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500, where HOST is the first of its hosts."
-        ),
-    )
+    names = "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+    job = variables.get("PMI_KVSNAME") or variables.get("PMI_ID")
+    return _from_mpi(variables, "MPI", names, job, "mpiexec", "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500")
 
 
-def _from_mpi(
-    variables: Variables, launcher: str, names: tuple[str, str, str, str], *, job: str | None, remedy: str
+def _from_mpi(  # how one library's launcher differs from another's
+    variables: Variables, launcher: str, names: tuple[str, str, str, str], job: str | None, program: str, options: str
 ) -> _LauncherReport | None:
     rank, world_size, local_rank, local_world_size = map(variables.get, names)
     if rank is None or world_size is None:
         return None
-    is_one_host = local_world_size == world_size
     return _LauncherReport(
         names={"RANK": names[0], "WORLD_SIZE": names[1]},
         world=WorldVariables(
@@ -198,11 +183,14 @@ def _from_mpi(
             world_size=world_size,
             local_rank=local_rank,
             local_world_size=local_world_size,
-            master_addr=_LOOPBACK if is_one_host else None,
+            master_addr=_LOOPBACK if local_world_size == world_size else None,
             master_port=_derive_port(job) if job is not None else None,
             agent_store=None,
             launcher=launcher,
-            remedy=remedy,
+            remedy=(
+                f"{program} does not say which host rank 0 is on: set its address for all workers, with {program} "
+                f"{options}, where HOST is the first of its hosts."
+            ),
         ),
     )
 

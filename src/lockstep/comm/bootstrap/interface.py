@@ -15,23 +15,20 @@ rank r                                                     the store
 Workers that are all on one host use loopback, without the store.
 """
 
-import contextlib
 import ipaddress
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import psutil
-import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from lockstep.comm.bootstrap.handshake import wait_for_readers
 from lockstep.comm.hosts import GroupHosts, GroupMembers, read_all, wait_for_members
 from lockstep.comm.stored_values import Deadline, read_record, to_stored
 from lockstep.errors import GroupError
 from lockstep.settings import read_settings, set_gloo_interface
 
-_LEAVING = timedelta(seconds=5)
 _ANY_PORT = 9
 """Port of an address that is only looked up."""
 _LOOPBACK = "127.0.0.1"
@@ -84,7 +81,7 @@ def choose_interface(store: Store, rank: int, hosts: GroupHosts, store_host: str
     routes = [read_record(f"route/{key}", text, _Route) for key, text in stored]
     problem = _explain_loopback(routes, hosts)
     if problem:
-        _wait_for_readers(shared, len(routes))
+        wait_for_readers(shared, len(routes))
         raise GroupError(problem)
     if not routes[rank].given:
         _use_interface_of(_own_address(routes, hosts, rank))
@@ -132,15 +129,6 @@ def _explain_loopback(routes: Sequence[_Route], hosts: GroupHosts) -> str:
                 "GLOO_SOCKET_IFNAME: Lockstep finds the interface by itself. (LS113)"
             )
     return ""
-
-
-def _wait_for_readers(store: Store, world_size: int) -> None:
-    """Wait until all have read the routes: the store may end with this process."""
-    last = store.add("read", 1) == world_size
-    if last:
-        store.set("all have read", "yes")
-    with contextlib.suppress(dist.DistError):  # the last rank was late, or rank 0 has exited already
-        store.wait(["all have read"], _LEAVING)
 
 
 def _source_towards(host: str) -> str:
