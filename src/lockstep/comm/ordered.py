@@ -102,14 +102,19 @@ def ordered_all_reduce(
             shard once, or, without a layout, they differ in shape, dtype or number of shards.
     """
     world = joined_world(group)
-    inputs = _check_inputs(tensor, world, num_shards, out)
-    layout = _agree_on_layout(inputs, world, layout)
-    reductions = OrderedReductions(world, inputs.num_shards)
-    if inputs.out.numel() == 0 or not reductions.adds_in_group(inputs.out):  # that compares the calls too
-        require_same_call(_describe_call(inputs.out, layout), inputs.out.device, world)
-    if inputs.out.numel() > 0:
-        reductions.start_ordered(inputs.partials, inputs.out, layout, waits=True)()
-    return inputs.out
+    partials, out, num_shards = _check_inputs(tensor, world, num_shards, out)
+    if layout is not None:
+        _check_layout(layout, partials, num_shards, world)
+    elif isinstance(tensor, Mapping):
+        layout = _gather_layout(partials, out, num_shards, world)
+    else:
+        layout = [[(rank, rank + 1)] for rank in range(world.world_size)]
+    reductions = OrderedReductions(world, num_shards)
+    if out.numel() == 0 or not reductions.adds_in_group(out):  # that compares the calls too
+        require_same_call(_describe_call(out, layout), out.device, world)
+    if out.numel() > 0:
+        reductions.start_ordered(partials, out, layout, waits=True)()
+    return out
 
 
 def ordered_hook(state: ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -132,22 +137,10 @@ def ordered_hook(state: ProcessGroup | None, bucket: dist.GradBucket) -> torch.f
     return resolved(summed.div_(joined_world(state).world_size))
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Inputs:
-    """What the caller gave, checked as far as one rank can."""
-
-    partials: Mapping[Node, Tensor]
-    num_shards: int
-    out: Tensor
-    is_one_tensor: bool
-    """Whether every rank holds its own shard, so that the layout is known."""
-
-
 def _check_inputs(
     tensor: Tensor | Mapping[Node, Tensor], world: World, num_shards: int | None, out: Tensor | None
-) -> _Inputs:
-    is_one_tensor = not isinstance(tensor, Mapping)
+) -> tuple[Mapping[Node, Tensor], Tensor, int]:
+    """Return partials, result and number of shards, checked as far as one rank can."""
     if isinstance(tensor, Mapping):
         partials = tensor
         if num_shards is None:
@@ -176,31 +169,25 @@ def _check_inputs(
                 f"Rank {world.rank}: the partial {node} is {_describe(partial)}, and the result {_describe(out)}. "
                 "Partials and out must have one shape, dtype and device. (LS210)"
             )
-    return _Inputs(partials=partials, num_shards=num_shards, out=out, is_one_tensor=is_one_tensor)
+    return partials, out, num_shards
 
 
-def _agree_on_layout(inputs: _Inputs, world: World, layout: PartialLayout | None) -> PartialLayout:
-    """Return who holds what (collective if there are partials and `layout` is None)."""
-    if layout is not None:
-        if len(layout) != world.world_size:
-            raise ValueError(f"The layout lists {len(layout)} ranks, and the group has {world.world_size}. (LS210)")
-        check_layout(layout, inputs.num_shards)
-        if set(layout[world.rank]) != set(inputs.partials):
-            raise ValueError(
-                f"Rank {world.rank} holds {list(inputs.partials)}, and the layout has {list(layout[world.rank])}. Make "
-                "both from the same shards and the same number of ranks. (LS210)"
-            )
-        return layout
-    if inputs.is_one_tensor:
-        return [[(rank, rank + 1)] for rank in range(world.world_size)]
-    require_same_call(b"ordered_all_reduce(partials, without a layout)", inputs.out.device, world)
-    holding = HeldPartials(
-        nodes=tuple(inputs.partials),
-        num_shards=inputs.num_shards,
-        shape=tuple(inputs.out.shape),
-        dtype=str(inputs.out.dtype),
-    )
-    holdings: list[HeldPartials] = world.gather_objects(holding)
+def _check_layout(layout: PartialLayout, partials: Mapping[Node, Tensor], num_shards: int, world: World) -> None:
+    if len(layout) != world.world_size:
+        raise ValueError(f"The layout lists {len(layout)} ranks, and the group has {world.world_size}. (LS210)")
+    check_layout(layout, num_shards)
+    if set(layout[world.rank]) != set(partials):
+        raise ValueError(
+            f"Rank {world.rank} holds {list(partials)}, and the layout has {list(layout[world.rank])}. Make both from "
+            "the same shards and the same number of ranks. (LS210)"
+        )
+
+
+def _gather_layout(partials: Mapping[Node, Tensor], out: Tensor, num_shards: int, world: World) -> PartialLayout:
+    """Return who holds what (collective)."""
+    require_same_call(b"ordered_all_reduce(partials, without a layout)", out.device, world)
+    mine = HeldPartials(nodes=tuple(partials), num_shards=num_shards, shape=tuple(out.shape), dtype=str(out.dtype))
+    holdings: list[HeldPartials] = world.gather_objects(mine)
     check_held_partials(holdings)
     return [holding.nodes for holding in holdings]
 
