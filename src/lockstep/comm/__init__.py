@@ -9,11 +9,10 @@ group, as the only worker.
 
 from lockstep.comm.backends import register_backends
 from lockstep.comm.bootstrap.process_group import destroy_process_group, init_process_group, join_world, launched_world
-from lockstep.comm.broadcast import TensorBroadcast, TensorLayout, broadcast_tensors
 from lockstep.comm.calls import calls_for
 from lockstep.comm.capabilities import GroupCapabilities, capabilities_of, raise_if_broken
 from lockstep.comm.lost_ranks import report_failure, send_exit_notices
-from lockstep.comm.messages import allocate_buffer
+from lockstep.comm.messages import TensorBroadcast, TensorLayout, allocate_buffer, broadcast_tensors
 from lockstep.comm.ordered import OrderedReductions, ordered_all_reduce, ordered_hook
 from lockstep.comm.ring import ring_all_reduce, ring_hook
 from lockstep.comm.world import World, current_world
