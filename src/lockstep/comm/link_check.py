@@ -44,9 +44,9 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankReport:
-    seconds: float
-    problem: str
-    is_stuck: bool
+    seconds: float = 0.0
+    problem: str = ""
+    is_stuck: bool = False
     """Whether a call has not ended: the device can do no more."""
 
 
@@ -66,13 +66,8 @@ def check_links(world: World, device: torch.device) -> list[LinkReport]:
         place.set(str(world.rank), to_stored(_check_set(ranks, world, device)))
         found = [_read(place, rank) for rank in range(world.world_size)]
         problems = [report.problem for report in found if report.problem]
-        reports.append(
-            LinkReport(
-                ranks=ranks,
-                seconds=0.0 if problems else max(report.seconds for report in found),
-                problem=" ".join(problems),
-            )
-        )
+        seconds = 0.0 if problems else max(report.seconds for report in found)
+        reports.append(LinkReport(ranks=ranks, seconds=seconds, problem=" ".join(problems)))
         if any(report.is_stuck for report in found):
             break
     return reports
@@ -91,20 +86,20 @@ def _check_set(ranks: tuple[int, ...], world: World, device: torch.device) -> _R
         # Longer than the limit: at its own timeout NCCL ends the process.
         group: Any = dist.new_group(list(ranks), timeout=timedelta(seconds=2 * _LIMIT_SECONDS))
         if world.rank not in ranks:
-            return _RankReport(seconds=0.0, problem="", is_stuck=False)
+            return _RankReport()
         for length, dtype in itertools.product(_LENGTHS, _DTYPES):
             started = time.monotonic()
             wrong = _count_wrong(length, dtype, ranks, ranks.index(world.rank), device, group, end)
             seconds = time.monotonic() - started
             if wrong is None:
                 problem = f"Rank {world.rank}: an all-reduce of {length} {dtype} did not end in {_LIMIT_SECONDS:g} s."
-                return _RankReport(seconds=0.0, problem=problem, is_stuck=True)
+                return _RankReport(problem=problem, is_stuck=True)
             if wrong and not problem:  # and go on: the other ranks do
                 problem = f"Rank {world.rank}: {wrong} of {length} sums of {dtype} are wrong."
         dist.destroy_process_group(group)
     except (RuntimeError, ValueError) as error:
         problem = f"Rank {world.rank}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return _RankReport(seconds=seconds, problem=problem, is_stuck=False)
+    return _RankReport(seconds=seconds, problem=problem)
 
 
 def _count_wrong(
@@ -145,5 +140,5 @@ def _read(place: Store, rank: int) -> _RankReport:
         problem = (
             f"Rank {rank} did not report within {3 * _LIMIT_SECONDS:g} s: it has ended, or a call does not return."
         )
-        return _RankReport(seconds=0.0, problem=problem, is_stuck=True)
+        return _RankReport(problem=problem, is_stuck=True)
     return read_record(str(rank), place.get(str(rank)), _RankReport)

@@ -70,17 +70,19 @@ def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
     try:
         mine = pack_message(value, secret, group.rank())
     except RefusedObjectError as error:
-        problem = GroupError(_explain_refused(error.name, group.rank()))
+        problem = GroupError(
+            f"Rank {group.rank()} sends an object of {error.name} to the other ranks, over sockets that do not prove "
+            "who sends. Without a secret only plain data is accepted: numbers, texts, containers, tensors. Send such, "
+            "or set LOCKSTEP_TOKEN to the same secret text on all ranks. (LS115)"
+        )
         mine = pack_message(problem, secret, group.rank())
     messages = _gather_bytes(mine, group)
     if problem is not None:
         raise problem
     values = [unpack_message(message, secret, rank) for rank, message in enumerate(messages)]
-    refused = next(
-        (each for each in values if isinstance(each, GroupError) and not isinstance(value, GroupError)), None
-    )
-    if refused is not None:
-        raise refused
+    for each in values:
+        if isinstance(each, GroupError) and not isinstance(value, GroupError):
+            raise each
     return values
 
 
@@ -152,14 +154,6 @@ def _gather_page(mine: bytes, size: int, device: torch.device, group: ProcessGro
     pages = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(group.size())]
     dist.all_gather(pages, page.to(device), group=group)
     return [each.cpu().numpy().tobytes() for each in pages]
-
-
-def _explain_refused(name: str, rank: int) -> str:
-    return (
-        f"Rank {rank} sends an object of {name} to the other ranks, over sockets that do not prove who sends. Without "
-        "a secret only plain data is accepted: numbers, texts, containers, tensors. Send such, or set LOCKSTEP_TOKEN "
-        "to the same secret text on all ranks. (LS115)"
-    )
 
 
 class RefusedObjectError(ValueError):

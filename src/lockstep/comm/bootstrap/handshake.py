@@ -266,10 +266,9 @@ class _Handshake:
         return read_record("decision", decided, _HandshakeResult)
 
     def _is_member(self) -> bool:
-        key = f"place/{self._me.rank}"
-        if self.has_place or not self.store.check([key]):
+        if self.has_place or not self.store.check([f"place/{self._me.rank}"]):
             return self.has_place
-        return read_record(key, self.store.get(key), Announcement).token == self._me.token
+        return self._claim(f"place/{self._me.rank}").token == self._me.token
 
     def _claim(self, key: str) -> Announcement:
         """Set `key` to this worker, unless it is set; return the worker that it holds."""

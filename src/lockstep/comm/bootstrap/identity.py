@@ -46,21 +46,14 @@ class WorldVariables:
     local_world_size: str | None
     master_addr: str | None
     master_port: str | None
-    agent_store: str | None
+    agent_store: str | None = None
     """TORCHELASTIC_USE_AGENT_STORE: "True" if torchrun's agent serves the rendezvous, and not rank 0."""
     launcher: str
     """Name of the launcher, for messages: `"Slurm"`."""
     remedy: str
     """What the user can do if one of the variables is missing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LauncherReport:
-    """What the variables of a launcher other than torchrun contain; values as text."""
-
-    names: Mapping[str, str]
-    """Which variable each of RANK and WORLD_SIZE is taken from."""
-    world: WorldVariables
+    names: tuple[str, str] = "RANK", "WORLD_SIZE"
+    """Which variables rank and world size are taken from."""
 
 
 def find_world(variables: Variables) -> WorldVariables:
@@ -75,10 +68,11 @@ def find_world(variables: Variables) -> WorldVariables:
     if _starts_launchers(report, direct):
         return direct
     _compare(variables, report, direct)
-    if report.world.launcher == "Slurm" and direct.rank is None:
+    if report.launcher == "Slurm" and direct.rank is None:
         _check_tasks(variables, report)
-    own = {each.name: getattr(direct, each.name) for each in fields(direct) if each.name not in {"launcher", "remedy"}}
-    return replace(report.world, **{name: value for name, value in own.items() if value})
+    own = {each.name: getattr(direct, each.name) for each in fields(direct)}
+    kept = {"launcher", "remedy", "names"}
+    return replace(report, **{name: value for name, value in own.items() if value and name not in kept})
 
 
 def read_torch_variables(variables: Variables) -> WorldVariables:
@@ -156,13 +150,13 @@ def _check_environment(variables: WorldVariables, rank: int, world_size: int) ->
 # -- Open MPI, and others that speak PMI -------------------------------------------------------------------------------
 
 
-def _from_open_mpi(variables: Variables) -> _LauncherReport | None:
+def _from_open_mpi(variables: Variables) -> WorldVariables | None:
     names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
     job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid")  # of Open MPI 5 and 4
     return _from_mpi(variables, "Open MPI", names, job, "mpirun", "-x MASTER_ADDR=HOST -x MASTER_PORT=29500")
 
 
-def _from_pmi(variables: Variables) -> _LauncherReport | None:
+def _from_pmi(variables: Variables) -> WorldVariables | None:
     if "SLURM_STEP_ID" in variables and variables.get("PMI_RANK") == variables.get("SLURM_PROCID"):
         return None  # srun sets PMI variables too, and more in its own variables
     names = "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
@@ -172,26 +166,23 @@ def _from_pmi(variables: Variables) -> _LauncherReport | None:
 
 def _from_mpi(  # how one library's launcher differs from another's
     variables: Variables, launcher: str, names: tuple[str, str, str, str], job: str | None, program: str, options: str
-) -> _LauncherReport | None:
+) -> WorldVariables | None:
     rank, world_size, local_rank, local_world_size = map(variables.get, names)
     if rank is None or world_size is None:
         return None
-    return _LauncherReport(
-        names={"RANK": names[0], "WORLD_SIZE": names[1]},
-        world=WorldVariables(
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-            master_addr=_LOOPBACK if local_world_size == world_size else None,
-            master_port=_derive_port(job) if job is not None else None,
-            agent_store=None,
-            launcher=launcher,
-            remedy=(
-                f"{program} does not say which host rank 0 is on: set its address for all workers, with {program} "
-                f"{options}, where HOST is the first of its hosts."
-            ),
+    return WorldVariables(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_addr=_LOOPBACK if local_world_size == world_size else None,
+        master_port=_derive_port(job) if job is not None else None,
+        launcher=launcher,
+        remedy=(
+            f"{program} does not say which host rank 0 is on: set its address for all workers, with {program} "
+            f"{options}, where HOST is the first of its hosts."
         ),
+        names=names[:2],
     )
 
 
@@ -203,7 +194,7 @@ def _derive_port(job: str) -> str:
 # -- Slurm -------------------------------------------------------------------------------------------------------------
 
 
-def _from_slurm(variables: Variables) -> _LauncherReport | None:
+def _from_slurm(variables: Variables) -> WorldVariables | None:
     """Return the report for a task of a step; None for a batch script, which has Slurm's variables too."""
     if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
         return None
@@ -217,19 +208,16 @@ def _from_slurm(variables: Variables) -> _LauncherReport | None:
         )
     reserved = variables.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0].partition(",")[0]
     job = f"{variables.get('SLURM_JOB_ID')}.{variables['SLURM_STEP_ID']}"
-    return _LauncherReport(
-        names={"RANK": "SLURM_PROCID", "WORLD_SIZE": size_name},
-        world=WorldVariables(
-            rank=variables["SLURM_PROCID"],
-            world_size=variables.get(size_name),
-            local_rank=variables.get("SLURM_LOCALID"),
-            local_world_size=_tasks_here(variables),
-            master_addr=_LOOPBACK if len(nodes) == 1 else nodes[0] if nodes else None,
-            master_port=reserved or _derive_port(job),
-            agent_store=None,
-            launcher="Slurm",
-            remedy="Start the script with srun, one task for each worker.",
-        ),
+    return WorldVariables(
+        rank=variables["SLURM_PROCID"],
+        world_size=variables.get(size_name),
+        local_rank=variables.get("SLURM_LOCALID"),
+        local_world_size=_tasks_here(variables),
+        master_addr=_LOOPBACK if len(nodes) == 1 else nodes[0] if nodes else None,
+        master_port=reserved or _derive_port(job),
+        launcher="Slurm",
+        remedy="Start the script with srun, one task for each worker.",
+        names=("SLURM_PROCID", size_name),
     )
 
 
@@ -251,12 +239,12 @@ def _tasks_here(variables: Variables) -> str | None:
         return None
 
 
-def _check_tasks(variables: Variables, report: _LauncherReport) -> None:
+def _check_tasks(variables: Variables, report: WorldVariables) -> None:
     """Refuse one task for each of several nodes that have several GPUs, unless it was requested explicitly."""
     gpus = variables.get("SLURM_GPUS_ON_NODE", "")
     num_nodes = variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES")
     is_meant = {"SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_NODE"} & set(variables)
-    if gpus.isdecimal() and int(gpus) > 1 and report.world.world_size == num_nodes != "1" and not is_meant:
+    if gpus.isdecimal() and int(gpus) > 1 and report.world_size == num_nodes != "1" and not is_meant:
         raise GroupError(
             f"Slurm started {num_nodes} tasks, one on each of {num_nodes} nodes, and each node has {gpus} GPUs "
             f"(SLURM_GPUS_ON_NODE), of which one worker would use one. A worker is a task, not a node: use "
@@ -268,22 +256,22 @@ def _check_tasks(variables: Variables, report: _LauncherReport) -> None:
 # -- Contradictions ----------------------------------------------------------------------------------------------------
 
 
-def _starts_launchers(report: _LauncherReport, direct: WorldVariables) -> bool:
+def _starts_launchers(report: WorldVariables, direct: WorldVariables) -> bool:
     """Return whether each task seems to be a launcher that has started several workers and set their ranks."""
-    if report.world.world_size == "1" and direct.rank is not None and direct.world_size is not None:
+    if report.world_size == "1" and direct.rank is not None and direct.world_size is not None:
         return True  # a shell on a node, or a script that starts its workers itself
-    sizes = (direct.world_size, direct.local_world_size, report.world.world_size)
+    sizes = (direct.world_size, direct.local_world_size, report.world_size)
     if direct.rank is None or not all(size is not None and size.isdecimal() for size in sizes):
         return False
     world_size, local_world_size, num_tasks = (int(size or 0) for size in sizes)
     return local_world_size > 1 and world_size == num_tasks * local_world_size
 
 
-def _compare(variables: Variables, report: _LauncherReport, direct: WorldVariables) -> None:
+def _compare(variables: Variables, report: WorldVariables, direct: WorldVariables) -> None:
     differences = list(_differences(report, direct))
     if not differences:
         return
-    names, launcher = " and ".join(name for name, _ in differences), report.world.launcher
+    names, launcher = " and ".join(name for name, _ in differences), report.launcher
     raise GroupError(
         f"The environment contradicts itself: {'; '.join(text for _, text in differences)}."
         f"{_explain_nodes(variables, report, direct)} Unset {names} to be the worker that {launcher} started; "
@@ -291,22 +279,22 @@ def _compare(variables: Variables, report: _LauncherReport, direct: WorldVariabl
     )
 
 
-def _differences(report: _LauncherReport, direct: WorldVariables) -> Iterator[tuple[str, str]]:
-    pairs = (("RANK", direct.rank, report.world.rank), ("WORLD_SIZE", direct.world_size, report.world.world_size))
-    for name, mine, its in pairs:
+def _differences(report: WorldVariables, direct: WorldVariables) -> Iterator[tuple[str, str]]:
+    pairs = (direct.rank, report.rank), (direct.world_size, report.world_size)
+    for (mine, its), name, source in zip(pairs, direct.names, report.names, strict=True):
         if mine is not None and its is not None and mine != its:
-            yield name, f"{name} is {mine} and {report.names[name]}, set by {report.world.launcher}, is {its}"
+            yield name, f"{name} is {mine} and {source}, set by {report.launcher}, is {its}"
 
 
-def _explain_nodes(variables: Variables, report: _LauncherReport, direct: WorldVariables) -> str:
+def _explain_nodes(variables: Variables, report: WorldVariables, direct: WorldVariables) -> str:
     """Return an explanation if the numbers seem to count nodes instead of tasks, else an empty text."""
-    if report.world.launcher != "Slurm":
+    if report.launcher != "Slurm":
         return ""
     num_nodes = variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES")
     if num_nodes is None:
         return ""
-    counts_nodes = direct.world_size == num_nodes != report.world.world_size
-    is_node = direct.rank == variables.get("SLURM_NODEID") != report.world.rank
+    counts_nodes = direct.world_size == num_nodes != report.world_size
+    is_node = direct.rank == variables.get("SLURM_NODEID") != report.rank
     if not (counts_nodes or (is_node and num_nodes != "1")):
         return ""
     return (

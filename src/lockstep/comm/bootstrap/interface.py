@@ -88,7 +88,7 @@ def choose_interface(store: Store, rank: int, hosts: GroupHosts, store_host: str
 
 
 def _use_interface_of(address: str) -> None:
-    name = _interface_of(address)
+    name = next((name for name in psutil.net_if_addrs() if address and address in _addresses_of(name)), "")
     if name:
         set_gloo_interface(name)
 
@@ -143,10 +143,6 @@ def _source_towards(host: str) -> str:
             return source
     except OSError:
         return ""
-
-
-def _interface_of(address: str) -> str:
-    return next((name for name in psutil.net_if_addrs() if address and address in _addresses_of(name)), "")
 
 
 def _addresses_of(name: str) -> list[str]:
