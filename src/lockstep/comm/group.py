@@ -128,7 +128,7 @@ class LockstepGroup(PythonProcessGroup):
     def raise_if_broken(self) -> None:
         """Raise the error of a group that cannot be used any more; after a read of what a call wrote (local)."""
         self._peers.raise_if_broken()
-        if not self._close.alive:
+        if self._torch.is_closed:
             raise GroupError("This process group was destroyed; make a new one to go on. (LS204)")
 
     def send_exit_notice(self) -> None:
@@ -161,6 +161,7 @@ class CheckedProcessGroup(LockstepGroup):
         super().__init__(asked, comparer.peers, backends, _close, comparer, backends)
         backends.check = comparer.check
         self._comparer = comparer
+        self._compares = asked.checking.compares
         for device, name in backends.names.items():
             place = torch.device(device)
             register_backend(self, place, type_of_backend(name), backend_of(self._inner(), place))
@@ -172,7 +173,7 @@ class CheckedProcessGroup(LockstepGroup):
         refuse_one_output_twice(call)
         number = self._events.take_number()
         made = collective.methods[0], call.arguments, call.name
-        if not self.asked.checking.compares:
+        if not self._compares:
             return self._forward(*made)
         description = collective.describe(call, self._global_ranks)
         action = partial(self._forward, *made, self._events.begin(number, description, call.outputs))
@@ -206,7 +207,7 @@ class CheckedProcessGroup(LockstepGroup):
         hosts = known_hosts(self)
         return GroupCapabilities(
             is_host_local=hosts is not None and hosts.is_one_host,
-            compares_calls=self.asked.checking.compares,
+            compares_calls=self._compares,
             reports_exits=True,
         )
 

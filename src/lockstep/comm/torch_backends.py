@@ -58,6 +58,7 @@ class TorchBackends:
         self._peers = peers
         self._made: dict[str, Any] = {}
         self._sockets: list[GlooSockets] = []
+        self.is_closed = False
         self.is_ended = False
         """Whether calls that this rank has begun were ended, or may not be made by others."""
         self.has_device = not {"gloo"}.issuperset(names.values())
@@ -190,6 +191,7 @@ class TorchBackends:
             backend.set_timeout(timeout)
 
     def close(self) -> None:
+        self.is_closed = True
         self._waits.end(GroupError("This process group was destroyed; make a new one to go on. (LS204)"))
         if self._abort_thread is not None:  # a device must not be in an old call when the next group is made
             self._abort_thread.join(ABORT_SECONDS)
