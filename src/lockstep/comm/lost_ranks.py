@@ -109,6 +109,7 @@ class DeviceWatch:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(_POLL_SECONDS + _GRACE_SECONDS)
+        self._abort = _abort_nothing  # whose owner has this, so that neither would be freed
 
     def look(self) -> bool:
         """Look once; return whether the watch is over, because the group is broken."""
@@ -144,6 +145,10 @@ class DeviceWatch:
             call,
             self._stall_seconds,
         )
+
+
+def _abort_nothing() -> None:
+    """Stand for the backends of a watch that is over."""
 
 
 def _watch(watch: "weakref.ref[DeviceWatch]", closed: threading.Event) -> None:

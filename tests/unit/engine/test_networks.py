@@ -186,7 +186,8 @@ def test_one_that_comes_after_the_trainer_is_cared_for_or_refused(workers: int) 
         assert all(each == run_ranks(1, program)[0] for each in found)
 
     def refused(world: World) -> None:
-        with pytest.raises(Exception, match=r"has made a network while the shards of epoch 0, step 0"):
+        # With the batch statistics of that network the loss is no mean over samples either: a rank may find that first.
+        with pytest.raises(Exception, match=r"has made a network while the shards of epoch 0|not a mean over samples"):
             train_with(LateTeacher(is_training=True), world)
 
     run_ranks(workers, refused)
@@ -229,10 +230,10 @@ def hand_over(world: World, make: Callable[[World | None], Any], train: Callable
     run = make(None)
     if world.rank == 0:
         train(run)
-        send_state(world, {0: run.trainer._present.state_for_new_worker()}, [1])
+        send_state(world, {0: run.trainer.internals.state_for_new_worker()}, [1])
     else:
         torch.manual_seed(99)
-        present = run.trainer._present
+        present = run.trainer.internals
         present.take_state(receive_state(world, 0, {0: present.own_places()})[0])
     return run
 

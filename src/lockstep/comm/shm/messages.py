@@ -141,7 +141,7 @@ class Receiver:
             source = self._peers.global_ranks[self._source]
             raise RuntimeError(
                 f"rank {source} sends {length} bytes as {sent.decode(errors='replace')}, which does not fit: some "
-                "program has overwritten the group's memory"
+                "program has overwritten the group's memory. (LS213)"
             )
         target = pending.place if pending is not None and fits else torch.empty(length, dtype=torch.uint8, device="cpu")
         reply = pending.kind if pending is not None and not fits else b""
