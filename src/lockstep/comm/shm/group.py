@@ -91,7 +91,7 @@ class ShmProcessGroup(LockstepGroup):
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Replace one dense or sparse tensor by its reduction over all ranks, in the order of the tree.
 
-        Of a short sum like one before nothing is worked out again.
+        Of a short sum like one before nothing is worked out again; of one rank alone all are short.
         """
         tensor = tensors[0]
         is_usual = opts is not None and len(tensors) == 1 and is_plain(tensor) and as_stored(tensor) is tensor
@@ -111,10 +111,11 @@ class ShmProcessGroup(LockstepGroup):
         (tensor,) = tensors
         how = reduction(ReduceOp.SUM, tensor.dtype)
         parts = one_part_each(self.size(), how.kind, tensor.element_size() // how.width)
-        if how.kind == BY_TORCH or not is_short(self._exchange.ranks, parts, tensor.numel() * how.width):
+        count = tensor.numel() * how.width
+        is_brief = self.size() == 1 or is_short(self._exchange.ranks, parts, count)
+        if how.kind == BY_TORCH or not is_brief:
             return None
         call = ALL_REDUCE.read([tensors, opts], {})
-        count = tensor.numel() * how.width
         program = barrier() if self.size() == 1 else reduce_short(self._exchange.ranks, parts, count)
         if len(self._short_sums) >= _MOST_SHORT_SUMS:
             self._short_sums.clear()
