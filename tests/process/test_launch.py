@@ -145,7 +145,9 @@ def test_the_launcher_listens_on_no_port_and_nobody_can_take_that_of_the_workers
     assert not any(found.can_take_port for found in seen)
 
 
-def test_a_function_may_make_a_store_of_its_own_at_the_port() -> None:
+def test_a_function_may_make_a_store_of_its_own_at_the_port(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+
     def meet(run: ls.Run) -> list[float]:
         found = []
         ls.destroy_process_group()
@@ -156,7 +158,12 @@ def test_a_function_may_make_a_store_of_its_own_at_the_port() -> None:
             found.append(total.item())
             dist.barrier()
             dist.destroy_process_group()
-        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, run.rank == 0)
+        # Until rank 0 has made it, rank 1 may still reach the one of the last group, which rank 0 is closing.
+        while run.rank == 1 and not made.exists():
+            time.sleep(0.01)
+        port = int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore("127.0.0.1", port, 2, run.rank == 0, wait_for_workers=False)
+        made.touch()
         found.append(float(store.add("n", 0)))
         if run.rank == 0:
             store.wait(["read"])  # it serves the store
