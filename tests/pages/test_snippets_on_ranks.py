@@ -44,10 +44,15 @@ BEFORE = {
         "net, loss_fn = model, nn.functional.cross_entropy\n"
     ),
     ("from-torch.md", 1): "rank, log, example = run.rank, print, torch.randn(1, 8)\n",
-    ("from-torch.md", 2): "test_set, counts = dataset, torch.zeros(2)\n",
-    ("from-torch.md", 3): "device, loss, right, total = 'cpu', torch.tensor(0.5), torch.tensor(3), torch.zeros(3)\n",
-    ("from-torch.md", 4): NO_GROUP + "os.environ.update(SLURM_NTASKS='2', SLURM_PROCID=str(run.rank))\n",
-    ("from-torch.md", 5): "path = 'weights.pt'\ntorch.save(model.state_dict(), path)\n",
+    ("from-torch.md", 2): (
+        "F, weights, inputs = nn.functional, torch.tensor([0.4, 2.2, 6.7]), torch.randn(2, 3, 5 + run.rank)\n"
+        "targets, model = torch.arange(5 + run.rank).repeat(2, 1) % 3, nn.Conv1d(3, 3, 1)\ntargets[1, 3:] = -100\n"
+        "model = ls.DistributedDataParallel(model)\n"
+    ),
+    ("from-torch.md", 3): "test_set, counts = dataset, torch.zeros(2)\n",
+    ("from-torch.md", 4): "device, loss, right, total = 'cpu', torch.tensor(0.5), torch.tensor(3), torch.zeros(3)\n",
+    ("from-torch.md", 5): NO_GROUP + "os.environ.update(SLURM_NTASKS='2', SLURM_PROCID=str(run.rank))\n",
+    ("from-torch.md", 6): "path = 'weights.pt'\ntorch.save(model.state_dict(), path)\n",
     ("process-groups.md", 0): LAUNCHED,
     ("process-groups.md", 1): "def download(name):\n    Path(f'{name}-{run.rank}').touch()\n",
     ("questions.md", 2): "import random\nimport numpy as np\n",
@@ -87,7 +92,7 @@ AFTER = {
     ("doctor.md", 3): (
         "seen = b''\nwhile dist.get_rank() == 1 and b'(Pdb) 42' not in seen:\n    seen += os.read(terminal, 1000)\n"
     ),
-    ("from-torch.md", 3): "assert int(total[2]) == 2 * len(labels)\n",
+    ("from-torch.md", 4): "assert int(total[2]) == 2 * len(labels)\n",
     ("process-groups.md", 0): "assert dist.get_world_size() == 2\n",
     ("process-groups.md", 1): "assert Path('data-0').exists() == ls.is_main()\n",
     ("testing.md", 0): "test_the_sum_is_that_of_all_ranks()\n",

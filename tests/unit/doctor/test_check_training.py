@@ -94,6 +94,9 @@ Edits = list[tuple[str, str]]
 
 MISTAKES: list[tuple[str, Edits]] = [
     ("set-epoch", [(SAMPLER, BATCHES), (SET, "")]),
+    ("set-epoch", [(SAMPLER, "loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))"), (SET, ""), ("in loader", "in enumerate(loader)")]),
+    ("weighted-mean", [(LOSS, LOSS.replace("labels)", "labels, weight=weights)"))]),
+    ("weighted-mean", [(LOSS, f"{LOSS} + nn.CrossEntropyLoss(torch.ones(3))(model(inputs), labels)")]),
     ("same-epoch", [(SET, "        sampler.set_epoch(0)\n")]),
     ("same-epoch", [(SET, "        sampler.set_epoch(start_epoch)\n")]),
     ("same-epoch", [(SET, ""), (LOOP, f"    sampler.set_epoch(start_epoch)\n{LOOP}")]),
@@ -156,6 +159,11 @@ MISTAKES: list[tuple[str, Edits]] = [
 ]  # fmt: skip
 RIGHT: list[Edits] = [
     [],
+    [(LOSS, LOSS.replace("labels)", "labels, weight=None)"))],
+    [(LOSS, LOSS.replace("labels)", "labels, weights, reduction='sum')"))],
+    [(LOSS, f"{LOSS.replace('labels)', 'labels, weights)')}  # its total, divided by what all ranks have\n            loss = ls.mean_over_ranks(loss * own, own)")],
+    [("    dist.destroy", "    with torch.no_grad():\n        F.cross_entropy(model(inputs), labels, weight=weights)\n    dist.destroy")],
+    [("    dist.destroy", "    tests = DataLoader(data, sampler=ls.DistributedSampler(data, shuffle=False, pad=False))\n    with torch.no_grad():\n        for inputs, labels in tests:\n            model(inputs)\n    dist.destroy")],
     [(SAMPLER, BATCHES)],
     [(SAMPLER, BATCHES), (SET, "        loader.batch_sampler.set_epoch(epoch)\n")],
     [(SAMPLER, BATCHES), (SET, ""), ("    def __iter__(self):\n", "    def __iter__(self):\n        self.epoch += 1\n")],

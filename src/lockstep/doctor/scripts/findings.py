@@ -58,6 +58,9 @@ _NOTES: Final = {
     "own-folder": "Each rank has a time of its own, so they write to different folders.",
     "padded-evaluation": "Where the samples do not divide by the ranks, some are counted twice in this evaluation.",
     "printed-by-all": "Every rank prints this line.",
+    "weighted-mean": (
+        "Each rank divides by the class weights of its own targets, and the mean of these means is not that over all."
+    ),
 }
 
 

@@ -51,10 +51,8 @@ def check_source(text: str) -> list[ScriptFinding] | None:
 
 
 def _is_parallel(source: ScriptSource) -> bool:
-    names = {source.full_name(call.func).rpartition(".")[2] for call in source.calls}
     imported = {name.rpartition(".")[2] for name in source.imported.values()}
-    attributes = {node.attr for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)}
-    return uses_trainer(source) or bool({*names, *imported, *attributes} & set(_WORDS))
+    return uses_trainer(source) or bool((imported | names_in(source.tree)) & set(_WORDS))
 
 
 # -- Samplers, epochs, batch sizes, evaluation -------------------------------------------------------------------------
@@ -138,8 +136,8 @@ def _check_evaluation(source: ScriptSource) -> Iterator[ScriptFinding]:
             continue
         for value in source.values_of(sampler):
             if isinstance(value, ast.Call) and source.is_call_of(value, "DistributedSampler"):
-                drops = keyword(value, "drop_last")
-                if drops is None and not has_unknown_arguments(value):
+                is_said = keyword(value, "drop_last") or keyword(value, "pad")  # the latter is of our sampler
+                if not is_said and not has_unknown_arguments(value):
                     # Our sampler: torch's always pads, or leaves samples out.
                     ours = f"lockstep.DistributedSampler({with_keyword(value, pad='False').partition('(')[2]}"
                     advice = "each sample on one rank; add up sums and counts, not means"
@@ -151,16 +149,11 @@ def _evaluated_names(source: ScriptSource) -> set[str]:
     for loop in ast.walk(source.tree):
         if not isinstance(loop, ast.For) or has_backward(loop):
             continue
-        around = [each for each in source.ancestors(loop) if isinstance(each, ast.With)]
-        inside = [each for each in ast.walk(loop) if isinstance(each, ast.With)]
-        withs = " ".join(ast.unparse(item) for each in (*around, *inside) for item in each.items)
         function = source.function_of(loop)
-        decorated = " ".join(map(ast.unparse, getattr(function, "decorator_list", [])))
         evaluates = re.search(r"\.eval\(\)", ast.unparse(function)) and not has_backward(function)
-        if evaluates or re.search(r"no_grad|inference_mode", withs + decorated):
-            for each in ast.walk(loop.iter):
-                if isinstance(each, ast.Name | ast.Attribute):
-                    found |= given_for(source, function, last_name(each))
+        if evaluates or any(map(source.has_no_gradients, ast.walk(loop))):
+            for name in names_in(loop.iter):
+                found |= given_for(source, function, name)
     return found - {""}
 
 
@@ -227,16 +220,11 @@ def _check_saving(source: ScriptSource) -> Iterator[ScriptFinding]:
 def _has_parameter_guard(source: ScriptSource, call: ast.Call) -> bool:
     """Return whether a call is in a function that nobody in the file calls: another module may do so on one rank."""
     function = source.function_of(call)
-    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-        return False
-    named = any(
-        isinstance(node, ast.Name | ast.Attribute) and last_name(node) == function.name
-        for node in ast.walk(source.tree)
-    )
-    return not named
+    return function is not source.tree and getattr(function, "name", "") not in names_in(source.tree)
 
 
 def _check_printing(source: ScriptSource) -> Iterator[ScriptFinding]:
+    reduces = any(is_collective(source, each) and last_name(each.func) != "barrier" for each in source.calls)
     for call in source.calls:
         # `force` is of a `print` that prints on one rank alone, which references of torchvision and DETR put into
         # builtins: it prints on all ranks, as is meant.
@@ -247,7 +235,7 @@ def _check_printing(source: ScriptSource) -> Iterator[ScriptFinding]:
         is_guarded = source.is_guarded(call) or _replaces_print(source)
         if trains and not is_guarded and not source.is_before_exit(call) and not source.mentions_rank(call, 1):
             yield finding("printed-by-all", call, f"if dist.get_rank() == 0: {source.line(call)}")
-        elif trains and is_guarded and _prints_own_loss(source, call):
+        elif trains and is_guarded and "loss" in names_in(call) and not reduces:
             mended = "mean = loss.detach().clone(); dist.all_reduce(mean, dist.ReduceOp.AVG)  # on every rank"
             yield finding("loss-of-one-rank", call, mended)
 
@@ -258,11 +246,6 @@ def _replaces_print(source: ScriptSource) -> bool:
         isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and source.full_name(node) in _PRINTS
         for node in ast.walk(source.tree)
     )
-
-
-def _prints_own_loss(source: ScriptSource, call: ast.Call) -> bool:
-    reduces = any(is_collective(source, each) and last_name(each.func) != "barrier" for each in source.calls)
-    return not reduces and "loss" in names_in(call)
 
 
 def _check_names_in_checkpoints(source: ScriptSource) -> Iterator[ScriptFinding]:
@@ -306,14 +289,16 @@ def _check_devices(source: ScriptSource) -> Iterator[ScriptFinding]:
         if source.is_call_of(call, *WRAPPERS):
             yield from _check_device_ids(source, call)
         elif source.full_name(call.func) == "torch.cuda.set_device" and call.args:
-            yield from _check_set_device(call)
+            if isinstance(call.args[0], ast.Constant):
+                yield finding("one-device", call, "torch.cuda.set_device(local_rank)", naming=ast.unparse(call.args[0]))
         elif source.full_name(call.func) == "torch.load":
             yield from _check_map_location(source, call)
 
 
 def _check_device_ids(source: ScriptSource, call: ast.Call) -> Iterator[ScriptFinding]:
     ids = keyword(call, "device_ids")
-    if not isinstance(ids, ast.List | ast.Tuple) or _hides_devices(source):
+    hides_devices = any(getattr(each, "value", None) == "CUDA_VISIBLE_DEVICES" for each in ast.walk(source.tree))
+    if not isinstance(ids, ast.List | ast.Tuple) or hides_devices:
         return
     mended = "[local_rank]"
     if len(ids.elts) > 1:
@@ -340,17 +325,6 @@ def _is_global_rank(source: ScriptSource, node: ast.expr) -> bool:
     )
 
 
-def _hides_devices(source: ScriptSource) -> bool:
-    return any(
-        isinstance(node, ast.Constant) and node.value == "CUDA_VISIBLE_DEVICES" for node in ast.walk(source.tree)
-    )
-
-
-def _check_set_device(call: ast.Call) -> Iterator[ScriptFinding]:
-    if isinstance(call.args[0], ast.Constant):
-        yield finding("one-device", call, "torch.cuda.set_device(local_rank)", naming=ast.unparse(call.args[0]))
-
-
 def _check_map_location(source: ScriptSource, call: ast.Call) -> Iterator[ScriptFinding]:
     # Whoever also loads the same file with a location chooses between the two, by the devices that there are.
     loads = [each for each in source.calls if source.full_name(each.func) == "torch.load" and each.args]
@@ -370,16 +344,10 @@ def _check_map_location(source: ScriptSource, call: ast.Call) -> Iterator[Script
 
 def _check_port(source: ScriptSource) -> Iterator[ScriptFinding]:
     for node in ast.walk(source.tree):
-        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant):
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)):
             continue
-        target = node.targets[0]
-        if not (
-            isinstance(target, ast.Subscript)
-            and isinstance(target.slice, ast.Constant)
-            and target.slice.value == "MASTER_PORT"
-        ):
-            continue
-        if any(isinstance(each, ast.If) and "MASTER_PORT" in ast.unparse(each.test) for each in source.ancestors(node)):
-            continue
-        mended = f'os.environ.setdefault("MASTER_PORT", {ast.unparse(node.value)})  # torchrun sets it'
-        yield finding("fixed-port", node, mended)
+        tests = [ast.unparse(each.test) for each in source.ancestors(node) if isinstance(each, ast.If)]
+        is_port = ast.unparse(node.targets[0]).endswith("['MASTER_PORT']")
+        if is_port and not any("MASTER_PORT" in each for each in tests):
+            mended = f'os.environ.setdefault("MASTER_PORT", {ast.unparse(node.value)})  # torchrun sets it'
+            yield finding("fixed-port", node, mended)

@@ -257,6 +257,12 @@ class ScriptSource:
         callers = [call for call in self.calls if last_name(call.func) == function.name]
         return bool(callers) and all(self.is_guarded(call, depth - 1) for call in callers)
 
+    def has_no_gradients(self, node: ast.AST) -> bool:
+        """Return whether a node is within `no_grad` or `inference_mode`, or in a function that is decorated so."""
+        around = [item for each in self.ancestors(node) if isinstance(each, ast.With) for item in each.items]
+        decorators = getattr(self.function_of(node), "decorator_list", [])
+        return bool(re.search(r"no_grad|inference_mode", " ".join(map(ast.unparse, [*around, *decorators]))))
+
     def line(self, node: ast.AST) -> str:
         """Return the first line of a node as it stands in the script, without indentation."""
         return self.lines[getattr(node, "lineno", 1) - 1].strip()
@@ -364,11 +370,9 @@ def _note(found: dict[str, list[ast.expr]], target: ast.expr, value: ast.expr | 
         return
     if isinstance(target, ast.Tuple | ast.List):
         values = value.elts if isinstance(value, ast.Tuple | ast.List) else []
-        if len(values) == len(target.elts):
-            for each, one in zip(target.elts, values, strict=True):
-                _note(found, each, one)
-        else:
-            for each in target.elts:
-                _note(found, each, value)
+        if len(values) != len(target.elts):
+            values = [value] * len(target.elts)
+        for each, one in zip(target.elts, values, strict=True):
+            _note(found, each, one)
     elif name := last_name(target):
         found.setdefault(name, []).append(value)

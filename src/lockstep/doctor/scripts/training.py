@@ -19,6 +19,7 @@ from lockstep.doctor.scripts.source import (
     names_in,
     names_of,
     owner,
+    with_keyword,
     wrapped_names,
 )
 
@@ -58,7 +59,10 @@ _SEEDED: Final = {
 }
 _OF_TORCHS_SEED: Final = re.compile(r"initial_seed|info\b.*\.seed\b")
 _FORWARDS: Final = re.compile(r"^forward\w*$|^(compute|get|training|calc\w*)_loss$|^loss$|^training_step$")
-_LOOKING: Final = {"DataLoader", "BatchSampler", "len", "print", "hasattr", "isinstance"}
+_LOOKING: Final = {
+    *("DataLoader", "BatchSampler", "len", "print", "hasattr", "isinstance"),
+    *("enumerate", "zip", "iter", "next", "list", "tqdm", "islice", "cycle"),
+}
 """Calls that do not tell a sampler its epoch."""
 _COUNTING: Final = re.compile(r"def __iter__(?:(?!\n    def )[\s\S])*self\.\w*epoch \+?= ")
 """A sampler that goes on to another epoch by itself."""
@@ -248,9 +252,8 @@ def _check_seeds(source: ScriptSource) -> Iterator[ScriptFinding]:
         else:
             seeds = others
         if seeds and not any(_differs_between_ranks(source, each) for each in seeds):
-            mended = (
-                f"{ast.unparse(seeds[-1].func)}({ast.unparse(seeds[-1].args[0])} + rank)  # after the model is made"
-            )
+            seeding, number = ast.unparse(seeds[-1].func), ast.unparse(seeds[-1].args[0])
+            mended = f"{seeding}({number} + rank)  # after the model is made"
             yield finding("one-seed", seeds[-1], mended, naming=str(call.lineno))
             return
 
@@ -267,9 +270,7 @@ def _check_own_generators(source: ScriptSource) -> Iterator[ScriptFinding]:
         if not names or not seeds or any(_may_differ(source, each) for each in seeds):
             continue
         for call in source.calls:
-            is_torchs = (
-                last_name(generator) in names if (generator := keyword(call, "generator")) is not None else False
-            )
+            is_torchs = last_name(keyword(call, "generator") or call) in names
             is_own = _DRAWS_OF_ONE.search(last_name(call.func)) and owner(call).rpartition(".")[2] in names
             if (is_own or (is_torchs and _DRAWING["torch"].search(source.full_name(call.func)))) and _is_for_samples(
                 source, call
@@ -342,9 +343,7 @@ def _seeds(source: ScriptSource, family: str) -> list[ast.Call]:
     defined = {node.name for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef)}
     found = [call for call in source.calls if call.args and last_name(call.func) in _SEEDING_ALL - defined]
     found += [call for each, call in _calls_of(source, _SEEDING) if each == family and call.args]
-    used = {last_name(call.func) for call in source.calls} | {
-        last_name(each) for each in _values_given(source, "worker_init_fn")
-    }
+    used = set(map(last_name, [*(call.func for call in source.calls), *_values_given(source, "worker_init_fn")]))
     return [each for each in found if _function_name(source, each) in used | {"", "main"}] or found
 
 
@@ -508,6 +507,22 @@ def _check_divided_loss(source: ScriptSource) -> Iterator[ScriptFinding]:
                 yield finding("loss-divided", call, "loss.backward()  # of the mean over this rank's samples, as it is")
 
 
+def _check_weighted_mean(source: ScriptSource) -> Iterator[ScriptFinding]:
+    if not wrapped_names(source) or "mean_over_ranks" in ast.unparse(source.tree):
+        return
+    for call in source.calls:
+        is_function = source.is_call_of(call, "cross_entropy", "nll_loss")
+        reduction = keyword(call, "reduction")
+        if not (is_function or source.is_call_of(call, "CrossEntropyLoss", "NLLLoss")) or source.has_no_gradients(call):
+            continue
+        weight = argument(call, "weight", 2 if is_function else 0)
+        is_mean = reduction is None or "mean" in ast.unparse(reduction)
+        if weight is not None and is_mean and not (isinstance(weight, ast.Constant) and weight.value is None):
+            total = with_keyword(call, reduction="'sum'")
+            rest = f"lockstep.mean_over_ranks(total, {ast.unparse(weight)}[targets].sum())"
+            yield finding("weighted-mean", call, f"{total}  # the total, for {rest}")
+
+
 def _check_divided_gradients(source: ScriptSource) -> Iterator[ScriptFinding]:
     sizes, text = f"(?:{_world_sizes(source)})", ast.unparse(source.tree)
     # Who reduces gradients without the wrapper, or multiplies by the number of ranks, divides by it rightly.
@@ -533,12 +548,9 @@ def _check_inner_module(source: ScriptSource) -> Iterator[ScriptFinding]:
         for inner in source.values_of(called) if is_another else [called]:
             if not (isinstance(inner, ast.Attribute) and inner.attr == "module" and last_name(inner.value) in wrapped):
                 continue
-            around = [item for each in source.ancestors(call) if isinstance(each, ast.With) for item in each.items]
-            decorators = getattr(source.function_of(call), "decorator_list", [])
-            if not re.search(r"no_grad|inference_mode", " ".join(map(ast.unparse, [*around, *decorators]))):
+            if not (source.has_no_gradients(call) or _is_frozen(source, call, last_name(inner.value))):
                 mended = ast.unparse(call).replace(ast.unparse(call.func), ast.unparse(inner.value))
-                if not _is_frozen(source, call, last_name(inner.value)):
-                    yield finding("inner-module", call, mended)
+                yield finding("inner-module", call, mended)
 
 
 def _is_frozen(source: ScriptSource, call: ast.Call, name: str) -> bool:
@@ -569,10 +581,8 @@ def _check_own_folder(source: ScriptSource) -> Iterator[ScriptFinding]:
 
 def _is_time(source: ScriptSource, value: ast.expr) -> bool:
     """Return whether a text is made of the present time, or of what is another one in each process."""
-    names, text = (
-        [source.full_name(each.func) for each in ast.walk(value) if isinstance(each, ast.Call)],
-        ast.unparse(value),
-    )
+    names = [source.full_name(each.func) for each in ast.walk(value) if isinstance(each, ast.Call)]
+    text = ast.unparse(value)
     is_text = re.search(r"\bf['\"]|['\"] [%+] |strftime|isoformat|ctime|str\(|format\(|join\(|Path\(|token", text)
     is_date = re.search(r"%[YymjbB]", text) and not re.search(r"%[HIMSfXcsTp]", text)
     is_duration = " - " in text
@@ -580,6 +590,6 @@ def _is_time(source: ScriptSource, value: ast.expr) -> bool:
 
 
 TRAINING_RULES: Final[tuple[Callable[[ScriptSource], Iterator[ScriptFinding]], ...]] = (
-    *(_check_set_epoch, _check_seeds, _check_own_generators, _check_own_split),
-    *(_check_sums, _check_divided_loss, _check_divided_gradients, _check_inner_module, _check_own_folder),
+    *(_check_set_epoch, _check_seeds, _check_own_generators, _check_own_split, _check_sums, _check_divided_loss),
+    *(_check_weighted_mean, _check_divided_gradients, _check_inner_module, _check_own_folder),
 )
