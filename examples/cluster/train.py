@@ -25,10 +25,10 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(images), labels)
 
 
-def count_right(model: nn.Module, batch: Any) -> tuple[float, float]:
+def count_right(model: nn.Module, batch: Any) -> ls.Mean:
     """Return the number of correct predictions in a slice, and the number of samples."""
     images, labels = batch
-    return float((model(images).argmax(1) == labels).sum()), len(labels)
+    return ls.Mean((model(images).argmax(1) == labels).sum(), len(labels))
 
 
 def main(run: ls.Run, epochs: int) -> None:

@@ -35,7 +35,7 @@ _REMEDIES = {
     ),
 }
 """What to do, by a part of torch's message, where that does not help in a trainer."""
-_HINTS = {
+HINTS = {
     "is out of bounds.": (
         "A class number is negative, or not below the number of scores that the model returns. Let the model return a "
         "score for each class, and count classes from 0."
@@ -43,6 +43,13 @@ _HINTS = {
     "expected target dtype to be Long": (
         "Class numbers are whole numbers of 64 bits: target.long(). Targets that are no classes need another loss, "
         "such as mse_loss."
+    ),
+    "Expected target size": (
+        "Classes are the second dimension of the scores: of scores [batch, length, classes] give "
+        "scores.transpose(1, 2), or flatten both: scores.flatten(0, 1), targets.flatten()."
+    ),
+    "index -100 is out of bounds": (
+        "Targets of -100 do not count: leave them out, as in class_weights[targets[targets != -100]].sum()."
     ),
     "multi-target not supported": (
         "cross_entropy takes class numbers of shape [N], without a last dimension of one: target.squeeze(1)."
@@ -131,7 +138,7 @@ class ExplainedErrors:
             return
         remedy = _find_remedy(error)
         if remedy is None:
-            hint = _find_part(_HINTS, error)
+            hint = find_part(HINTS, error)
             if hint is not None and isinstance(error, RuntimeError | IndexError):
                 error.add_note(f"{hint} (LS530)")
             return
@@ -154,9 +161,9 @@ def _find_remedy(error: Exception) -> str | None:
     is_compilers = is_compiler_error(error)
     if not (is_compilers or isinstance(error, RuntimeError | ValueError)):
         return None
-    found = _find_part(_REMEDIES, error)
+    found = find_part(_REMEDIES, error)
     return _CANNOT_COMPILE if found is None and is_compilers else found
 
 
-def _find_part(texts: Mapping[str, str], error: Exception) -> str | None:
+def find_part(texts: Mapping[str, str], error: Exception) -> str | None:
     return next((text for part, text in texts.items() if part in str(error)), None)

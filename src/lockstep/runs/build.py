@@ -26,6 +26,7 @@ from lockstep.engine.losses import SliceLoss, split_loss, times_weight
 from lockstep.engine.schedules import ReduceLROnPlateau, make_schedule, parameter_groups
 from lockstep.engine.state_parts import Scheduler, Stateful
 from lockstep.engine.stopping import EarlyStopping, MaxSteps, MaxTime
+from lockstep.engine.user_function import HINTS, find_part
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.means import WEIGHTED_BY_TARGET, divisor_of, has_class_numbers, has_own_forward, is_weighted_by_target
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
@@ -103,11 +104,14 @@ def build_parts(config: Config, device: torch.device) -> RunParts:
     """Construct everything that a config names (collective: every worker calls)."""
     set_deterministic(config.deterministic)
     seed_generators(derive_seed("build", config.seed))
-    sets = split_sets("data", config.data, make_named(config, "data"))
-    train_set, others = _limit_data(config, *_find_streams(config, *sets))
+    given, rest = split_sets("data", config.data, make_named(config, "data"))
+    train_set, others = _prepare_sets(config, {TRAIN: given, **rest})
     # Seeded again, so that random numbers drawn for the data do not change the model.
     seed_generators(derive_seed("model", config.seed))
-    model = _build_model(config, device)
+    model: nn.Module = make_named(config, "model")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"model is {config.model!r}, which has no parameter that requires a gradient. (LS806)")
+    model = model.to(device)
     optimizer = build_optimizer(config, model)
     scheduler = build_scheduler(config, optimizer, train_set)
     criterion = build_criterion(config, device)
@@ -160,22 +164,16 @@ def _refused(said: str, end: str) -> Iterator[None]:
         raise ConfigError(f"{said}: {error} {end}") from error
 
 
-def _find_streams(
-    config: Config, train: Dataset[Any], others: dict[str, Dataset[Any]]
-) -> tuple[Dataset[Any], dict[str, Dataset[Any]]]:
+def _prepare_sets(config: Config, sets: Mapping[str, Dataset[Any]]) -> tuple[Dataset[Any], dict[str, Dataset[Any]]]:
+    """Return the training set and the others, streams among them, of which a short run has a few samples."""
     found: dict[str, Dataset[Any]] = {}
-    for name, each in {"train": train, **others}.items():
+    for name, each in sets.items():
         with _refused(f"data is {config.data!r}, whose {name} set cannot be used", "(LS806)"):
             found[name] = as_stream(each) or each
-    return found.pop("train"), found
-
-
-def _limit_data(
-    config: Config, train: Dataset[Any], others: dict[str, Dataset[Any]]
-) -> tuple[Dataset[Any], dict[str, Dataset[Any]]]:
+    train, others = found.pop(TRAIN), found
     if config.overfit is not None:
         train = first_samples(train, config.overfit * config.batch_size)
-        others = dict.fromkeys(others or ["test"], train)
+        others = dict.fromkeys(others or [TEST], train)
     if config.dry_run:
         others = {name: first_samples(each, _DRY_STEPS * config.batch_size) for name, each in others.items()}
     return train, others
@@ -267,13 +265,6 @@ def _call(key: str, path: str, train_set: Dataset[Any]) -> Any:
         ) from error
 
 
-def _build_model(config: Config, device: torch.device) -> nn.Module:
-    model: nn.Module = make_named(config, "model")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"model is {config.model!r}, which has no parameter that requires a gradient. (LS806)")
-    return model.to(device)
-
-
 def _build_trainer(
     config: Config,
     model: nn.Module,
@@ -357,6 +348,11 @@ def build_optimizer(config: Config, model: nn.Module) -> Optimizer:
 def build_scheduler(config: Config, optimizer: Optimizer, train_set: Any) -> Scheduler | None:
     """Construct the scheduler, which the trainer or the loop steps; None without one, or if it is a callback."""
     if config.schedule is not None:
+        if others := sorted({*config.scheduler_args} - {"final"}):
+            raise ConfigError(
+                f"scheduler is {config.schedule!r}, which goes over the steps of the run and takes only 'final' in "
+                f"scheduler_args, not {', '.join(others)}. Torch's have its names, such as CosineAnnealingLR. (LS807)"
+            )
         steps = _count_steps(config, train_set)
         with _refused(f"scheduler is {config.schedule!r}, which cannot be used", "(LS807)"):
             return make_schedule(
@@ -407,7 +403,10 @@ def build_callbacks(config: Config, optimizer: Optimizer, evaluated: Collection[
                 f"epoch. Epochs count from 0: use at most {config.epochs - 1}. (LS805)"
             )
         found.append(SWA(config.swa.start_epoch))
-    found += [_build_own(each) for each in config.callbacks]
+    for named in config.callbacks:
+        found.append(build_named("callbacks", named))
+        with _refused(f"callbacks names {named!r}", "(LS805)"):
+            check_callback(found[-1])
     if config.scheduler == PLATEAU:
         with _refused(f"scheduler is {PLATEAU!r}, which cannot be used", "(LS807)"):
             found.append(ReduceLROnPlateau(optimizer, **{"metric": usual, **config.scheduler_args}))
@@ -427,13 +426,6 @@ def build_named(key: str, named: NamedObject) -> Any:
     path, arguments = next(iter(named.items())) if isinstance(named, dict) else (named, {})
     found = import_object(key, path)
     return call_object(key, found, **arguments) if arguments or isinstance(found, type) else found
-
-
-def _build_own(named: NamedObject) -> Callback:
-    made: Callback = build_named("callbacks", named)
-    with _refused(f"callbacks names {named!r}", "(LS805)"):
-        check_callback(made)
-    return made
 
 
 def build_criterion(config: Config, device: torch.device) -> Criterion:
@@ -484,8 +476,8 @@ def _explained(name: str, criterion: Criterion, output: Any, target: Any) -> Any
         ]
         raise ConfigError(
             f"The loss {name} cannot be computed of the model's output, {given[0]}, and a target, {given[1]}: "
-            f"{type(error).__name__}: {str(error).rstrip('.')}. Change loss, loss_args, the model or the data. "
-            "(LS806)"
+            f"{type(error).__name__}: {str(error).rstrip('.')}. "
+            f"{find_part(HINTS, error) or 'Change loss, loss_args, the model or the data.'} (LS806)"
         ) from error
 
 

@@ -148,6 +148,7 @@ def test_outputs_and_targets_that_would_be_compared_crosswise_are_refused(loss: 
         ({"optimizer": "torch.optim:LBFGS"}, "whose step wants a closure"),
         ({"scheduler": "torch.optim.lr_scheduler:ReduceLROnPlateau"}, "in a config scheduler: plateau"),
         ({"scheduler": "own_things:no_scheduler"}, "not a learning-rate scheduler"),
+        ({"scheduler": "cosine", "scheduler_args": {"T_max": 5}}, "only 'final' in scheduler_args, not T_max"),
         ({"metric": "own_things:a_number"}, "expected a function"),
         ({"weights": "own_things:few_weights"}, "weights has 3 numbers, and the data set has 20 samples"),
         ({"weights": "own_things:no_weights"}, "called with the training set and raised AttributeError"),

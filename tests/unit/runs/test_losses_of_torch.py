@@ -185,6 +185,12 @@ def test_a_loss_that_cannot_be_computed_is_told_with_shapes(
         make_criterion(loss, arguments)(Net(outputs)(torch.randn(NUM_SAMPLES, 3)), target)
 
 
+def test_scores_whose_last_dimension_is_the_classes_are_told_what_to_write() -> None:
+    criterion = make_criterion("torch.nn.functional:cross_entropy", {})
+    with pytest.raises(ConfigError, match=r"\[4, 20, 3\].*\[4, 20\].*scores\.transpose\(1, 2\)"):
+        criterion(torch.randn(4, 20, 3), torch.zeros(4, 20, dtype=torch.int64))
+
+
 def test_class_weights_are_a_list_too_where_a_class_hands_its_keywords_on() -> None:
     output, target = torch.randn(NUM_SAMPLES, NUM_CLASSES), targets("classes")
     found = make_criterion(f"{__name__}:HandsOn", {"weight": CLASS_WEIGHTS, "gamma": 1.0})(output, target)
