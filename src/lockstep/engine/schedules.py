@@ -78,6 +78,12 @@ class Schedule:
         return {"kind": self.kind} if self.kind == "constant" else dict(vars(self))
 
 
+def end_of(scheduler: Any) -> int | None:
+    """After how many steps the rate is at its end: torch's cosine then rises again. None where it is not known."""
+    own = next((each for each in getattr(scheduler, "lr_lambdas", ()) if isinstance(each, Schedule)), None)
+    return getattr(scheduler, "T_max", None) if own is None or own.kind == "constant" else own.num_steps
+
+
 def parameter_groups(
     model: nn.Module, options: Mapping[str, Mapping[str, Any]] | None = None, *, no_decay: bool = False
 ) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from lockstep.comm import calls_for
 from lockstep.data import OTHER_DATA
 from lockstep.engine.arguments import check_optimizer
 from lockstep.engine.batches import check_cut, check_sync_batchnorm
+from lockstep.engine.schedules import end_of
 from lockstep.engine.shard_runs import ShardRuns
 from lockstep.engine.step_table import FAILURE, Column, CurrentStep, Failure, Rows, StepPart
 from lockstep.errors import ReductionError, UnusableStateError, describe_exception
@@ -127,10 +128,10 @@ class SameSettings(StepPart):
         self._settings = _read_settings()
         self._has_warned_of_scheduler = False
 
-    def begin(self, _step: CurrentStep) -> None:
+    def begin(self, step: CurrentStep) -> None:
         self._check_model()
         self._check_settings()
-        self._check_scheduler()
+        self._check_scheduler(step)
 
     def _check_model(self) -> None:
         held = self._list_held()
@@ -169,16 +170,25 @@ class SameSettings(StepPart):
                 stacklevel=stacklevel_of_user(),
             )
 
-    def _check_scheduler(self) -> None:
-        """Warn, once, if the user's code steps the scheduler as well. [Note: steps outside of the trainer]."""
-        before = self._state.num_scheduled
+    def _check_scheduler(self, step: CurrentStep) -> None:
+        """Warn, once, of one that counts epochs, or that the user steps. [Note: steps outside of the trainer]."""
+        before, problem = self._state.num_scheduled, ""
         self._state.note_scheduler()
-        if self._state.num_scheduled != before and not self._has_warned_of_scheduler:
+        if self._state.num_scheduled != before:
+            problem = (
+                "The scheduler was stepped outside of Trainer.step: the learning rate changes faster than it says. "
+                "Leave scheduler.step() out of the loop."
+            )
+        elif step.batch.cursor.epoch == 0 and 0 < (self._state.num_scheduled or 0) == end_of(self._state.scheduler):
+            problem = (
+                f"The schedule of the learning rate is over after {self._state.num_scheduled} steps, in the first "
+                "epoch. Make it for the steps of the whole run, epochs times len(loader)."
+            )
+        if problem and not self._has_warned_of_scheduler:
             self._has_warned_of_scheduler = True
             warnings.warn(
-                "The scheduler was stepped outside of Trainer.step, which steps it once per step: the learning rate "
-                "changes faster than it says. Leave scheduler.step() out of the loop; or, for one that counts epochs, "
-                "leave scheduler= out of the trainer. (LS517)",
+                f"{problem} Trainer.step steps it once per step: leave one that counts epochs out of the trainer, and "
+                "step it after each epoch; in a config scheduler_interval: epoch. (LS517)",
                 stacklevel=stacklevel_of_user(),
             )
 

@@ -449,6 +449,21 @@ def test_a_scheduler_that_the_loop_steps_too_is_warned_of_once() -> None:
         trainer.step(next(batches))
 
 
+@pytest.mark.parametrize("is_torchs", [True, False])
+def test_a_schedule_that_counts_epochs_is_warned_of_when_it_is_over_in_the_first(is_torchs: bool) -> None:
+    # A cosine with T_max=epochs went up and down many times in each epoch, and one of ours left the rate at zero.
+    model = nn.Linear(3, 1)
+    optimizer = sgd(model)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR
+    schedule = cosine(optimizer, 2) if is_torchs else ls.make_schedule(optimizer, "cosine", num_steps=2)
+    trainer = Trainer(model, optimizer, loss=loss, num_shards=2, scheduler=schedule)
+    batches = loader().epoch(0)
+    trainer.step(next(batches))
+    trainer.step(next(batches))
+    with pytest.warns(UserWarning, match="over after 2 steps, in the first epoch.*epochs times len"):
+        trainer.step(next(batches))
+
+
 def test_what_a_data_loader_allows_and_ours_does_not_says_what_to_write() -> None:
     with pytest.raises(TypeError, match=r"for batch in loader\.epoch\(epoch\)"):
         iter(loader())
@@ -504,6 +519,7 @@ def test_a_state_that_does_not_fit_leaves_all_as_it_was() -> None:
         (lambda classes: classes.float(), r"target\.long\(\)"),
         (lambda classes: classes[:, None], r"target\.squeeze\(1\)"),
         (lambda classes: nn.functional.one_hot(classes, 3), r"target\.argmax\(1\)"),
+        (lambda classes: torch.ones(3)[0 * classes - 100], "leave them out, as in class_weights"),
     ],
 )
 def test_a_mistake_in_classes_gets_a_hint_and_keeps_torchs_error(change: Callable[[Tensor], Tensor], hint: str) -> None:
