@@ -168,7 +168,7 @@ def said_of_hosts(run: ls.Run) -> list[str]:
 
 def test_ranks_on_several_hosts_say_so_once() -> None:
     first, *others = call_on_ranks(3, said_of_hosts)
-    assert ["ranks 0 and 2 are not on one host" in text for text in first] == [True]
+    assert ["shared memory within each of 2 hosts, and Gloo between them" in text for text in first] == [True]
     assert others == [[], []]
 
 

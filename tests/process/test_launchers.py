@@ -185,11 +185,11 @@ def test_two_hosts_by_torchrun_with_debians_own_names(script: Path, digest: str,
     """On Debian a host's name means 127.0.1.1 to itself, where Gloo would listen; torch's own set-up ends there."""
     address = hosts.Hosts.address
     names = [f"127.0.1.1 host0\n{address(1)} host1", f"{address(0)} host0\n127.0.1.1 host1"]
-    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-addr=host0"]
+    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--master-addr=host0"]
     with hosts.Hosts(tmp_path, 2, names) as several:
         started = [several.start(number, *torchrun, f"--node-rank={number}", str(script)) for number in range(2)]
         for process in started:
-            assert_all_have(process.communicate(timeout=100)[0], digest, 2, times=1)
+            assert_all_have(process.communicate(timeout=100)[0], digest, 4, times=2)
 
 
 @pytest.mark.root

@@ -21,6 +21,7 @@ CODE = re.compile(r"\(LS\d{3}\)")
 OTHERS_CODE = {
     "The message is one that was made with its code, on another rank or earlier": (
         "comm/generations.py: Generations.wait_for_next",
+        "comm/gloo.py: GlooComparer.find_any_failed",
         "comm/shm/group.py: ShmProcessGroup.monitored_barrier.action",
         "comm/shm/peers.py: Peers._break",
         "comm/shm/rendezvous.py: _read_reason",

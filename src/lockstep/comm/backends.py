@@ -1,27 +1,32 @@
 """The backends that Lockstep adds to torch.distributed: "shm", and "checked" for groups of torch that compare calls."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, cast, final
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from lockstep.comm.calls import describe_call
 from lockstep.comm.capabilities import ReportsExits, capabilities_of
+from lockstep.comm.checked import CheckedProcessGroup, Comparer
 from lockstep.comm.gloo import GlooComparer
-from lockstep.comm.group import CheckedProcessGroup, Comparer, LockstepGroup
+from lockstep.comm.group import LockstepGroup
 from lockstep.comm.hosts import (
     Checking,
     GroupBackends,
+    GroupHosts,
     GroupMembers,
     GroupSetUp,
     current_set_up,
     known_hosts,
     remember_hosts,
     say_not_shared,
+    say_shared_inside,
 )
+from lockstep.comm.hosts_carrier import HostsCarrier
 from lockstep.comm.lost_ranks import report_uncaught_exceptions
 from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.comm.shm.group import (
@@ -31,7 +36,7 @@ from lockstep.comm.shm.group import (
 from lockstep.comm.shm.rendezvous import NotShared
 from lockstep.comm.stored_values import Deadline
 from lockstep.comm.torch_backends import TorchBackends
-from lockstep.errors import PeerLostError
+from lockstep.errors import GroupError, PeerLostError
 from lockstep.torch_private.groups import (
     GroupRequest,
     intercept_group_making,
@@ -96,22 +101,34 @@ def _make(options: Any, asked: Any = None) -> LockstepGroup:
     set_up = _read_set_up(options, members)
     backends = asked if isinstance(asked, GroupBackends) else GroupBackends(names={"cpu": "shm"})
     hosts = set_up.hosts
+    place = _NewGroup(store=options.store, rank=options.group_rank, timeout=options.timeout, members=members)
     group: LockstepGroup | NotShared | None = None
     if backends.names.get("cpu") == "shm":
         group, hosts = make_shm_group(options.store, options.group_rank, options.timeout, members, set_up, backends)
     if isinstance(group, NotShared):
-        default = dist.GroupMember.WORLD
-        is_said = default is not None and "shm" in dist.get_backend_config(default)  # when that group was made
-        if options.group_rank == 0 and len(members.global_ranks) > 1 and not is_said:
-            say_not_shared(group.reason)
+        assert hosts is not None
+        if options.group_rank == 0:
+            _say_not_shared(group.reason, hosts)
         backends = GroupBackends(names={"cpu": "gloo", **backends.of_torch}, checking=Checking.WAIT)
         set_up = GroupSetUp(hosts=hosts, deadline=set_up.deadline)
+        if hosts.share_inside:
+            group = _carry_between_hosts(place, backends, set_up, hosts)
     if not isinstance(group, LockstepGroup):
-        group = _check_group(options, backends, members, set_up)
+        group = _check_group(place, backends, set_up)
     if hosts is not None:
         remember_hosts(group, hosts)
     OPEN_GROUPS.add(group)
     return group
+
+
+def _say_not_shared(reason: str, hosts: GroupHosts) -> None:
+    default = dist.GroupMember.WORLD
+    if len(hosts.identities) == 1 or (default is not None and "shm" in dist.get_backend_config(default)):
+        return  # it was said when that group was made
+    if hosts.share_inside:
+        say_shared_inside(len(hosts.hosts))
+    else:
+        say_not_shared(reason)
 
 
 def _read_set_up(options: Any, members: GroupMembers) -> GroupSetUp:
@@ -140,14 +157,75 @@ def _read_members(options: Any) -> GroupMembers:
     return GroupMembers(global_ranks=global_ranks, find_lost=find_lost)
 
 
-def _check_group(options: Any, asked: GroupBackends, members: GroupMembers, set_up: GroupSetUp) -> CheckedProcessGroup:
-    """Make a checked group in a store of its own (collective over its ranks)."""
-    store, rank, timeout = options.store, options.group_rank, options.timeout
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NewGroup:
+    """What the making of each group needs: a store of its own, this rank in it, and who its ranks are."""
+
+    store: Store
+    rank: int
+    timeout: timedelta
+    members: GroupMembers
+
+    def of_ranks(self, name: str, ranks: Sequence[int]) -> "_NewGroup":
+        """Return the same for a group of some of its ranks, of which this is one."""
+        names = [self.members.global_ranks[rank] for rank in ranks]
+        return _NewGroup(
+            store=PrefixStore(name, self.store),
+            rank=ranks.index(self.rank),
+            timeout=self.timeout,
+            members=GroupMembers(global_ranks=names, find_lost=self.members.find_lost),
+        )
+
+
+def _carry_between_hosts(
+    place: _NewGroup, asked: GroupBackends, set_up: GroupSetUp, hosts: GroupHosts
+) -> CheckedProcessGroup:
+    """Make a group of which the hosts have several ranks each (collective over its ranks)."""
+    here = hosts.local_ranks(place.rank)
+    at_home = place.of_ranks(f"host/{hosts.hosts.index(here)}", here)
+    inside = GroupSetUp(hosts=hosts.of_ranks(here), deadline=set_up.deadline)
+    shared = GroupBackends(names={"cpu": "shm"})
+    local, _ = make_shm_group(at_home.store, at_home.rank, place.timeout, at_home.members, inside, shared)
+    if isinstance(local, NotShared):
+        raise GroupError(
+            f"The ranks of host {hosts.host_names[place.rank]!r} do not share memory: {local.reason}. (LS112)"
+        )
+    lane: CheckedProcessGroup | None = None
+    with _leaving_on_failure(local):
+        if at_home.rank < min(map(len, hosts.hosts)):
+            ranks = [each[at_home.rank] for each in hosts.hosts]
+            between = GroupSetUp(hosts=hosts.of_ranks(ranks), deadline=set_up.deadline)
+            explained = GroupBackends(names={"cpu": "gloo"}, checking=Checking.EXPLAIN)
+            lane = _check_group(place.of_ranks(f"lane/{at_home.rank}", ranks), explained, between, compares=False)
+        group = _check_group(place, asked, set_up, compares=False)
+    carrier = HostsCarrier(hosts, place.rank, place.members.global_ranks, local.exchange, lane)
+    group.carry_sums(carrier, local, lane)
+    return group
+
+
+@contextmanager
+def _leaving_on_failure(group: LockstepGroup) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        group.report_failure(error)  # the other ranks wait for this one
+        group.shutdown()
+        raise
+
+
+def _check_group(
+    place: _NewGroup, asked: GroupBackends, set_up: GroupSetUp, *, compares: bool = True
+) -> CheckedProcessGroup:
+    """Make a checked group (collective over its ranks); unless it `compares`, others compare its calls."""
+    store, rank, timeout, members = place.store, place.rank, place.timeout, place.members
     waits = asked.checking is Checking.WAIT
-    place = PrefixStore("compare/shm", store)
-    comparer: Comparer | None = make_shared_memory_comparer(place, rank, timeout, members, set_up, waits=waits)
+    comparer: Comparer | None = None
+    if compares:
+        shared = PrefixStore("compare/shm", store)
+        comparer = make_shared_memory_comparer(shared, rank, timeout, members, set_up, waits=waits)
     if comparer is None:
-        comparer = GlooComparer(store, rank, timeout, members.global_ranks)
+        comparer = GlooComparer(store, rank, timeout, members.global_ranks, compares=compares)
         asked = replace(asked, checking=Checking.WAIT if asked.checking.compares else asked.checking)
     made = TorchBackends(store, rank, timeout, asked.names, comparer.peers)
     try:

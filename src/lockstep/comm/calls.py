@@ -5,7 +5,7 @@ compare it byte for byte and a person reads it in the message.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from types import MappingProxyType
@@ -88,6 +88,17 @@ def pack_text(text: bytes) -> Tensor:
 
 def unpack_text(page: Tensor) -> bytes:
     return bytes(page.tolist()).rstrip(b"\0")
+
+
+def require_equal_texts(
+    call: bytes, exchange: Callable[[bytes], list[bytes]], find_line: Callable[[], str], global_ranks: Sequence[int]
+) -> None:
+    """Raise on every rank alike if their calls differ; `exchange` returns the text of each (collective)."""
+    calls = exchange(call)
+    if all(other == call for other in calls):
+        return
+    lines = [line.decode(errors="replace") for line in exchange(find_line().encode())]
+    raise explain_mismatch(dict(zip(global_ranks, calls, strict=True)), dict(zip(global_ranks, lines, strict=True)))
 
 
 def explain_mismatch(

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from lockstep.comm.calls import explain_mismatch, pack_text, unpack_text
+from lockstep.comm.calls import pack_text, require_equal_texts, unpack_text
 from lockstep.comm.hosts import FindLost, GroupMembers, find_none_lost, read_all, store_loss_explained, wait_for_members
 from lockstep.comm.lost_ranks import EXIT_SECONDS, exchange_processes, says_connection_ended
 from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.comm.stored_values import Deadline
-from lockstep.errors import GroupError, PeerLostError, describe_exception
+from lockstep.errors import CollectiveMismatchError, GroupError, PeerLostError, describe_exception
 from lockstep.processes.ending import let_native_threads_release, start_thread_left_alone
 from lockstep.processes.forking import call_in_children, keep_for_ever
 from lockstep.processes.user_line import find_user_line
@@ -271,21 +271,32 @@ class GlooComparer:
     `store` is theirs alone. What `Peers` of shared memory does too has its names.
     """
 
-    def __init__(self, store: Store, rank: int, timeout: timedelta, global_ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        timeout: timedelta,
+        global_ranks: Sequence[int],
+        *,
+        compares: bool = True,
+    ) -> None:
+        """Unless it `compares`, others do, or nobody."""
         self._store = store
         self.global_ranks = global_ranks
         self.rank = rank
         self._global_rank = global_ranks[rank]
         self.broken: GroupError | None = None
         self._ends = exchange_processes(PrefixStore("compare/processes", store), rank, len(global_ranks))
-        place = PrefixStore("compare/gloo", store)
-        self._gloo: Any
-        self._gloo, self._sockets = connect_gloo(
-            place,
-            len(global_ranks),
-            lambda: dist.ProcessGroupGloo(place, rank, len(global_ranks), timeout),
-            self.find_any_lost,
-        )
+        self._gloo: Any = None
+        self._sockets: GlooSockets | None = None
+        if compares:
+            place = PrefixStore("compare/gloo", store)
+            self._gloo, self._sockets = connect_gloo(
+                place,
+                len(global_ranks),
+                lambda: dist.ProcessGroupGloo(place, rank, len(global_ranks), timeout),
+                self.find_any_lost,
+            )
 
     @property
     def peers(self) -> "GlooComparer":
@@ -295,15 +306,11 @@ class GlooComparer:
     def compare_calls(self, call: bytes) -> None:
         self.raise_if_broken()
         try:
-            calls = self._exchange(call)
-            if all(other == call for other in calls):
-                return
-            lines = [line.decode(errors="replace") for line in self._exchange(find_user_line().encode())]
+            require_equal_texts(call, self._exchange, find_user_line, self.global_ranks)
+        except CollectiveMismatchError:
+            raise
         except RuntimeError as error:
             raise self._explain_lost(call, error) from error
-        raise explain_mismatch(
-            dict(zip(self.global_ranks, calls, strict=True)), dict(zip(self.global_ranks, lines, strict=True))
-        )
 
     def begin_call(self, call: bytes) -> None:
         """Compare a call as `compare_calls` does: between hosts there is no cheaper way (collective)."""
@@ -313,12 +320,16 @@ class GlooComparer:
         self.raise_if_broken()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._gloo.set_timeout(timeout)
+        if self._gloo is not None:
+            self._gloo.set_timeout(timeout)
 
     def report_failure(self, error: BaseException) -> None:
         """Store the exception; the store outlives this rank unless this rank holds it (local)."""
+        rank, text = self._global_rank, f"Rank {self._global_rank} failed: {describe_exception(error)} (LS203)"
+        if isinstance(error, PeerLostError) and error.rank in self.global_ranks:
+            rank, text = error.rank, str(error)
         try:
-            self._store.set("failure_reason", f"{self._global_rank} {describe_exception(error)}")
+            self._store.set("failure_reason", f"{rank} {text}")
         except RuntimeError:  # the store is lost, and no rank can read it
             return
 
@@ -355,15 +366,16 @@ class GlooComparer:
     def end_calls(self, error: GroupError) -> None:
         if self.broken is None:
             self.broken = error
-        self._sockets.shut_down()
+        if self._sockets is not None:
+            self._sockets.shut_down()
 
     def find_any_failed(self) -> PeerLostError | None:
         try:
             stored = self._store.get("failure_reason").decode() if self._store.check(["failure_reason"]) else ""
         except RuntimeError:  # the rank that holds the store is lost too
             stored = ""
-        rank, _, reason = stored.partition(" ")
-        return PeerLostError(f"Rank {rank} failed: {reason} (LS203)", rank=int(rank)) if stored else None
+        rank, _, text = stored.partition(" ")
+        return PeerLostError(text, rank=int(rank)) if stored else None
 
     def find_any_lost(self) -> PeerLostError | None:
         """Return the error for a rank that has stored why it failed, or whose process has ended, or None (local)."""

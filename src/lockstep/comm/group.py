@@ -1,45 +1,18 @@
-"""Process groups written in Python, and the one around torch's backends that compares the calls of all ranks first.
-
-Gloo and NCCL compare nothing: ranks that call different collectives get sums of unrelated tensors, hang or abort. So a
-group around them compares the calls first, as the shm backend does: over shared memory where the ranks are on one host,
-else over a Gloo group of its own. How is said by `Checking`. [`shm/comparison.py`]
-
-Messages between two ranks (`send`, `recv`) are not compared. An error of the backend that comes from the loss of a rank
-names that rank.
-"""
+"""Process groups written in Python: what they have in common, whoever carries their tensors."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any
 
-import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
-from lockstep.comm.capabilities import GroupCapabilities
-from lockstep.comm.collectives import Collective, add_collectives, refuse_one_output_twice
-from lockstep.comm.gloo import GlooComparer
-from lockstep.comm.hosts import Checking, GroupBackends, known_hosts
-from lockstep.comm.open_calls import OPEN_GROUPS, CallEvents, describe_destroyed
-from lockstep.comm.shm.arguments import read_allocation
-from lockstep.comm.shm.comparison import SharedMemoryComparer
-from lockstep.comm.torch_backends import GroupPeers, TorchBackends, type_of_backend
-from lockstep.errors import CollectiveMismatchError, GroupError, PeerLostError
+from lockstep.comm.hosts import GroupBackends
+from lockstep.comm.open_calls import CallEvents, describe_destroyed
+from lockstep.comm.torch_backends import GroupPeers, TorchBackends
+from lockstep.errors import GroupError, PeerLostError
 from lockstep.processes.forking import finalize_here
 from lockstep.torch_private.compiler import keep_compiler_out_of_methods
-from lockstep.torch_private.groups import (
-    backend_of,
-    describe_group,
-    name_group,
-    register_backend,
-    set_default_backend,
-)
-
-Result = TypeVar("Result")
-Comparer = SharedMemoryComparer | GlooComparer
-"""How the ranks of a group compare their calls: over shared memory, or over a Gloo group between hosts."""
 
 
 class PythonProcessGroup(ProcessGroup):
@@ -104,6 +77,8 @@ class LockstepGroup(PythonProcessGroup):
         self._global_ranks = peers.global_ranks
         self._torch = backends
         self._events = CallEvents(peers.global_ranks)
+        self.parts: tuple[LockstepGroup, ...] = ()
+        """Groups of some of its ranks, which carry calls for it."""
         self._close: weakref.finalize[Any, Any] = finalize_here(self, close, *closed)
 
     def _get_sequence_number_for_group(self) -> int:
@@ -118,12 +93,16 @@ class LockstepGroup(PythonProcessGroup):
         """Change how long a call may take, those of torch's backends too (local)."""
         self._peers.set_timeout(timeout)
         self._torch.set_timeout(timeout)
+        for part in self.parts:
+            part.set_timeout(timeout)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)
 
     def report_failure(self, error: BaseException) -> None:
         self._peers.report_failure(error)
+        for part in self.parts:
+            part.report_failure(error)
 
     def raise_if_broken(self) -> None:
         """Raise the error of a group that cannot be used any more; after a read of what a call wrote (local)."""
@@ -134,6 +113,8 @@ class LockstepGroup(PythonProcessGroup):
     def send_exit_notice(self) -> None:
         """Report to the other ranks that this one makes no more calls; its tensors stay usable (local)."""
         self._peers.send_exit_notice()
+        for part in self.parts:
+            part.send_exit_notice()
 
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
         return self._peers.find_lost(peers) if self._close.alive else None
@@ -142,124 +123,14 @@ class LockstepGroup(PythonProcessGroup):
         """Let all calls of this rank raise `error`, those that wait now too (local, any thread)."""
         self._peers.end_calls(error)
         self._torch.end_calls(error)
+        for part in self.parts:
+            part.end_calls(error)
 
     def shutdown(self) -> None:
         """Leave the group; torch calls it on destroy (local). GroupError: an ended call may still write."""
+        for part in self.parts:
+            part.shutdown()
         if self._close.alive:
             self._peers.send_exit_notice()
             self._torch.wait_for_ended()
         self._close()
-
-
-@final
-@keep_compiler_out_of_methods
-@add_collectives
-class CheckedProcessGroup(LockstepGroup):
-    """Torch's backends for some devices, with calls that are compared first."""
-
-    def __init__(self, comparer: Comparer, asked: GroupBackends, backends: TorchBackends) -> None:
-        super().__init__(asked, comparer.peers, backends, _close, comparer, backends)
-        backends.check = comparer.check
-        self._comparer = comparer
-        self._compares = asked.checking.compares
-        for device, name in backends.names.items():
-            place = torch.device(device)
-            register_backend(self, place, type_of_backend(name), backend_of(self._inner(), place))
-        set_default_backend(self, type_of_backend(next(iter(backends.names.values()))))
-
-    def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work:
-        """Compare one call of the table's, then make it (collective)."""
-        call = collective.read(arguments, keywords)
-        refuse_one_output_twice(call)
-        number = self._events.take_number()
-        made = collective.methods[0], call.arguments, call.name
-        if not self._compares:
-            return self._forward(*made)
-        description = collective.describe(call, self._global_ranks)
-        action = partial(self._forward, *made, self._events.begin(number, description, call.outputs))
-        return self._compare_then(self._comparer.begin_call, description, action)
-
-    def compare_calls(self, call: bytes) -> None:
-        self._events.take_number()
-        self._compare_then(self._comparer.compare_calls, call, lambda: None)
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Return when every rank has reached it; with Gloo rank 0 names the ranks that have not (collective)."""
-        self._inner().monitored_barrier(timeout, wait_all_ranks)
-
-    def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
-        return self._send("send", tensors, dst, tag)
-
-    def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
-        return self._send("recv", tensors, src, tag)
-
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        return self._send("recv_anysource", tensors, tag)
-
-    def allocate_tensor(
-        self, size: int | Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None
-    ) -> Tensor:
-        """Return a tensor of zeros in ordinary memory; a shm group returns one in its own memory (local)."""
-        return torch.zeros(read_allocation(size, dtype, device), dtype=dtype, device="cpu")
-
-    @property
-    def capabilities(self) -> GroupCapabilities:
-        hosts = known_hosts(self)
-        return GroupCapabilities(
-            is_host_local=hosts is not None and hosts.is_one_host,
-            compares_calls=self._compares,
-            reports_exits=True,
-        )
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return "checked"
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
-        super().setGroupName(name)
-        name_group(self._inner(), name)
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
-        super().setGroupDesc(description)
-        describe_group(self._inner(), description)
-
-    def _compare_then(self, compare: Callable[[bytes], None], call: bytes, action: Callable[[], Result]) -> Result:
-        self.raise_if_broken()
-        try:
-            compare(call)
-            return action()
-        except CollectiveMismatchError:
-            if self.asked.checking is not Checking.WAIT:
-                self._torch.abort()
-            raise
-        except (KeyboardInterrupt, SystemExit) as error:
-            # The other ranks may be in a call that this rank has not made, and its next call would be another one.
-            self._peers.broken = GroupError(
-                f"{call.decode()} was ended on this rank by {type(error).__name__}. (LS213)"
-            )
-            self._peers.report_failure(error)
-            self._torch.is_ended = True
-            raise
-
-    def _forward(self, method: str, arguments: Sequence[Any], name: str, event: int | None = None) -> Work:
-        return self._torch.call(
-            self._inner(),
-            method,
-            arguments,
-            name=name,
-            is_on_device=self._torch.has_device,
-            on_end=None if event is None else partial(self._events.end, event),
-        )
-
-    def _send(self, method: str, *arguments: Any) -> Work:
-        OPEN_GROUPS.count_message()
-        return self._forward(method, arguments, method)
-
-    def _inner(self) -> Any:
-        self.raise_if_broken()
-        return self._torch.all
-
-
-def _close(comparer: Comparer, backends: TorchBackends) -> None:
-    backends.watch.close()
-    comparer.close()
-    backends.close()

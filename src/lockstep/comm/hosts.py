@@ -90,6 +90,13 @@ class GroupHosts:
             host_names=tuple(self.host_names[rank] for rank in ranks),
         )
 
+    @property
+    def share_inside(self) -> bool:
+        """Whether there are several hosts, each of which can share memory inside, and one has something to share."""
+        hosts = self.hosts
+        can_share = all(not self.of_ranks(ranks).why_not_shared(ranks) for ranks in hosts)
+        return 1 < len(hosts) < len(self.identities) and can_share
+
     def why_not_shared(self, global_ranks: Sequence[int]) -> str:
         """Return why the ranks cannot share memory; empty if they can."""
         for rank, identity in enumerate(self.identities):
@@ -179,6 +186,16 @@ def why_alone() -> str:
 def say_not_shared(reason: str) -> None:
     """Log why this process's groups use Gloo, once: the groups of later generations of workers do so too (local)."""
     _LOGGER.warning("Gloo carries CPU tensors in place of shared memory, because %s. (LS116)", reason)
+
+
+@functools.cache
+def say_shared_inside(num_hosts: int) -> None:
+    """Log how this process's groups carry tensors over several hosts, once (local)."""
+    _LOGGER.warning(
+        "Sums of CPU tensors use shared memory within each of %d hosts, and Gloo between them; all other calls use "
+        "Gloo. (LS116)",
+        num_hosts,
+    )
 
 
 @contextmanager

@@ -9,6 +9,7 @@ that has the number, under which each rank has put them in the group's store.
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import zip_longest
 from operator import attrgetter
 from typing import Final, cast, final
@@ -23,8 +24,8 @@ from lockstep.comm.calls import (
     calls_of,
     describe_call,
     describe_kind,
-    explain_mismatch,
     pack_text,
+    require_equal_texts,
     unpack_text,
 )
 from lockstep.comm.capabilities import ComparesCalls, OwnsMemory, capabilities_of
@@ -127,19 +128,14 @@ def from_real_row(flat: Tensor, tensor: Tensor) -> None:
 def post_messages(
     sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], world: World
 ) -> list[dist.Work]:
-    """Start sending and receiving (every rank of the group must call, in one order for each pair of ranks).
+    """Start sending and receiving CPU tensors (every rank of the group calls, in one order for each pair of ranks).
 
-    All of one call are one batch: NCCL would wait for ever for two ranks that each send first.
     Ranks are those of the group. Tensors are contiguous; those that are sent are left alone until the work is done.
     """
-
-    def message(operation: object, peer: int, part: Tensor) -> dist.P2POp:
-        # Bytes, so that every dtype travels, those included that a backend does not know.
-        return dist.P2POp(operation, part.view(torch.uint8), group=world.group, tag=_TAG, group_peer=peer)  # type: ignore[arg-type]
-
-    messages = [message(dist.irecv, peer, part) for peer, part in receives]
-    messages += [message(dist.isend, peer, part) for peer, part in sends]
-    return dist.batch_isend_irecv(messages) if messages else []
+    assert world.group is not None
+    # Bytes, so that every dtype travels, those included that a backend does not know.
+    works = [world.group.recv([part.view(torch.uint8)], peer, _TAG) for peer, part in receives]
+    return works + [world.group.send([part.view(torch.uint8)], peer, _TAG) for peer, part in sends]
 
 
 def all_to_all(
@@ -193,14 +189,11 @@ def require_same_call(call: bytes, device: torch.device, world: World) -> None:
     # On the CPU where the group has a backend for it: no rank waits for a GPU or a missing receiver.
     has_cpu = any(known.type == "cpu" for known in device_types(world.group))
     where = torch.device("cpu") if has_cpu else device
-    calls = _exchange_texts(call, where, world)
-    if any(other != call for other in calls):
-        lines = [line.decode(errors="replace") for line in _exchange_texts(find_user_line().encode(), where, world)]
-        global_ranks = dist.get_process_group_ranks(world.group)
-        raise explain_mismatch(dict(zip(global_ranks, calls, strict=True)), dict(zip(global_ranks, lines, strict=True)))
+    exchange = partial(_exchange_texts, where, world)
+    require_equal_texts(call, exchange, find_user_line, dist.get_process_group_ranks(world.group))
 
 
-def _exchange_texts(text: bytes, device: torch.device, world: World) -> list[bytes]:
+def _exchange_texts(device: torch.device, world: World, text: bytes) -> list[bytes]:
     """Return the text of every rank, in rank order (collective)."""
     mine = pack_text(text).to(device)
     pages = mine.new_empty(world.world_size, mine.numel())

@@ -17,7 +17,7 @@ When the partials of all workers are added in the order of the tree, the result 
 which shard.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -42,6 +42,11 @@ def partial_nodes(start: int, stop: int, num_shards: int) -> list[Node]:
     if not 0 <= start <= stop <= num_shards:
         raise ValueError(f"Shards {start} to {stop} are not within the {num_shards} shards of the run. (LS210)")
     return list(_nodes_within((0, num_shards), start, stop))
+
+
+def merged_nodes(nodes: Collection[Node], num_shards: int) -> list[Node]:
+    """Return the maximal subtrees that the given ones cover together, in shard order."""
+    return _merged((0, num_shards), frozenset(nodes))
 
 
 def completed_nodes(shard: int, start: int, num_shards: int) -> list[Node]:
@@ -131,6 +136,14 @@ def _nodes_within(node: Node, start: int, stop: int) -> Iterator[Node]:
     elif lo < stop and start < hi:
         for child in _children(node):
             yield from _nodes_within(child, start, stop)
+
+
+def _merged(node: Node, nodes: Collection[Node]) -> list[Node]:
+    children = () if node in nodes else _children(node)
+    if not children:
+        return [node] if node in nodes else []
+    found = [each for child in children for each in _merged(child, nodes)]
+    return [node] if found == [*children] else found
 
 
 def _children(node: Node) -> tuple[Node, ...]:

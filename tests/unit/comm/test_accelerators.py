@@ -11,7 +11,7 @@ import torch.distributed as dist
 import lockstep as ls
 from lockstep.comm.bootstrap import process_group
 from lockstep.comm.bootstrap.process_group import backend_on_hosts, choose_backend
-from lockstep.comm.group import CheckedProcessGroup
+from lockstep.comm.checked import CheckedProcessGroup
 from lockstep.comm.hosts import GroupHosts, say_not_shared
 from lockstep.comm.nccl_defects import DEFECTS, explain_defects
 from lockstep.comm.shm.group import ShmProcessGroup

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import lockstep as ls
 from lockstep.comm import GroupCapabilities, allocate_buffer, capabilities_of
 from lockstep.comm.calls import LONGEST_CALL, describe_call, explain_mismatch
+from lockstep.comm.checked import CheckedProcessGroup
 from lockstep.comm.collectives import COLLECTIVES, Collective, refuse_one_output_twice
-from lockstep.comm.group import CheckedProcessGroup
 from lockstep.comm.hosts import GroupHosts, host_identity, known_hosts
 from lockstep.comm.shm import native
 from lockstep.comm.shm.file_layout import PAGE

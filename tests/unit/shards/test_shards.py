@@ -2,6 +2,7 @@ import math
 import operator
 import random
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from lockstep.shards import (
     split_evenly,
 )
 from lockstep.shards.assignment import balance_ranges
-from lockstep.shards.tree import Node
+from lockstep.shards.tree import Node, merged_nodes
 
 MOST_SHARDS = 24
 
@@ -215,3 +216,13 @@ def test_a_small_gain_moves_nothing() -> None:
     # 4 shards of 1.0 against 4 of 1.3: moving one shard shortens the step from 5.2 to 5.0.
     assert counts([1.0, 1.3], 8) == [5, 3]
     assert counts([1.0, 1.3], 8, min_gain=0.08) == [4, 4]
+
+
+@given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
+def test_merged_nodes_are_the_largest_subtrees_that_the_leaves_cover(case: tuple[int, set[int]]) -> None:
+    num_shards, shards = case
+    found = merged_nodes({(shard, shard + 1) for shard in shards}, num_shards)
+    assert [shard for node in found for shard in range(*node)] == sorted(shards)
+    assert all(partial_nodes(*node, num_shards) == [node] for node in found)
+    joined = [(first[0], second[1]) for first, second in pairwise(found) if first[1] == second[0]]
+    assert not [both for both in joined if partial_nodes(*both, num_shards) == [both]]

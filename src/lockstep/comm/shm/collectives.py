@@ -100,7 +100,7 @@ def _run_all_reduce(exchange: PhaseExchange, call: CollectiveCall) -> None:
     for tensor, how in zip(call.outputs, call.reductions, strict=True):
         flat = premultiply(tensor, how)
         parts = programs.one_part_each(exchange.size, how.kind, flat.element_size() // how.width)
-        _reduce_everywhere(exchange, parts, flat, [flat], how, call.description)
+        reduce_everywhere(exchange, parts, flat, [flat], how, call.description)
         write_back(tensor, flat)
 
 
@@ -122,7 +122,7 @@ def ordered_all_reduce(  # what is reduced, and what is compared
         steps=schedule_nodes(tuple(node for node, _ in placed), num_shards),
         num_slots=max(len(nodes) for nodes in layout),
     )
-    _reduce_everywhere(exchange, parts, out, tensors, how, call)
+    reduce_everywhere(exchange, parts, out, tensors, how, call)
 
 
 def _run_reduce(exchange: PhaseExchange, call: CollectiveCall) -> None:
@@ -209,9 +209,10 @@ def _run_barrier(exchange: PhaseExchange, call: CollectiveCall) -> None:
 # -- Within ------------------------------------------------------------------------------------------------------------
 
 
-def _reduce_everywhere(  # what is reduced, and what is compared
+def reduce_everywhere(  # what is reduced, and what is compared
     exchange: PhaseExchange, parts: HeldParts, out: Tensor, tensors: Sequence[Tensor], how: Reduction, call: bytes
 ) -> None:
+    """Reduce parts, those of this rank as `tensors`, into `out` on every rank."""
     count, ranks = out.numel() * how.width, exchange.ranks
     addresses = [out.data_ptr(), *(tensor.data_ptr() for tensor in tensors)]
     by_torch = how, out.dtype

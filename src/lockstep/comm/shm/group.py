@@ -32,7 +32,7 @@ from lockstep.comm.collectives import (
 )
 from lockstep.comm.group import LockstepGroup
 from lockstep.comm.hosts import GroupBackends, GroupHosts, GroupMembers, GroupSetUp
-from lockstep.comm.open_calls import OPEN_GROUPS
+from lockstep.comm.open_calls import OPEN_GROUPS, CallEvents
 from lockstep.comm.shm import collectives
 from lockstep.comm.shm.arguments import (
     as_stored,
@@ -79,12 +79,12 @@ class ShmProcessGroup(LockstepGroup):
         self._store = store
         self._short_sums: dict[Hashable, tuple[bytes, Program]] = {}
         self._memory = memory
-        self._exchange = PhaseExchange(memory, peers)
-        work_queue = WorkQueue("lockstep-collectives")
+        self.exchange = PhaseExchange(memory, peers)
+        self._work_queue = work_queue = WorkQueue("lockstep-collectives")
         self._point_to_point = PointToPoint(memory, peers)
         backends = TorchBackends(store, peers.rank, timeout, asked.of_torch, peers)
         super().__init__(asked, peers, backends, _close, peers, memory, work_queue, self._point_to_point, backends)
-        self._runner = CallRunner(self._exchange, peers, work_queue, self._events)
+        self._runner = CallRunner(self.exchange, peers, work_queue, self._events)
 
     # -- Collectives ---------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class ShmProcessGroup(LockstepGroup):
             return self.make_call(ALL_REDUCE, [tensors, opts], {})
         description, program = known
         address = tensor.data_ptr()
-        action = partial(self._exchange.run, program, (address, address), description)
+        action = partial(self.exchange.run, program, (address, address), description)
         return self._runner.start(description, action, tensors, is_async=opts.asyncOp)
 
     def _prepare_short_sum(self, key: Hashable, tensors: Sequence[Tensor], opts: Any) -> tuple[bytes, Program] | None:
@@ -112,11 +112,11 @@ class ShmProcessGroup(LockstepGroup):
         how = reduction(ReduceOp.SUM, tensor.dtype)
         parts = one_part_each(self.size(), how.kind, tensor.element_size() // how.width)
         count = tensor.numel() * how.width
-        is_brief = self.size() == 1 or is_short(self._exchange.ranks, parts, count)
+        is_brief = self.size() == 1 or is_short(self.exchange.ranks, parts, count)
         if how.kind == BY_TORCH or not is_brief:
             return None
         call = ALL_REDUCE.read([tensors, opts], {})
-        program = barrier() if self.size() == 1 else reduce_short(self._exchange.ranks, parts, count)
+        program = barrier() if self.size() == 1 else reduce_short(self.exchange.ranks, parts, count)
         if len(self._short_sums) >= _MOST_SHORT_SUMS:
             self._short_sums.clear()
         found = self._short_sums[key] = ALL_REDUCE.describe(call, self._global_ranks), program
@@ -129,7 +129,7 @@ class ShmProcessGroup(LockstepGroup):
             self._check_rank(f"{call.name}: the root", call.root)
         check, run = collectives.BY_NAME[call.name]
         if check is not None:
-            check(self._exchange, call)
+            check(self.exchange, call)
         refuse_one_output_twice(call)
         tensors = collective.compared_tensors(call)
         for tensor in tensors:
@@ -140,7 +140,7 @@ class ShmProcessGroup(LockstepGroup):
             call.reductions = [reduction(op, tensor.dtype) for tensor in tensors]
         call.description = collective.describe(call, self._global_ranks)
         return self._runner.start(
-            call.description, partial(run, self._exchange, call), call.outputs, is_async=call.is_async
+            call.description, partial(run, self.exchange, call), call.outputs, is_async=call.is_async
         )
 
     def _call_torch(self, collective: Collective, call: CollectiveCall, tensor: Tensor) -> Work:
@@ -165,7 +165,7 @@ class ShmProcessGroup(LockstepGroup):
         call.description = describe_call(call.name, ((tensor.dtype, tensor.shape),), "sparse, sum")
 
         def action() -> None:
-            self._exchange.compare_calls(call.description)
+            self.exchange.compare_calls(call.description)
             self._torch.on(tensor.device).allreduce(*call.arguments).wait()
 
         return self._runner.start(call.description, action, call.outputs, is_async=call.is_async)
@@ -191,11 +191,15 @@ class ShmProcessGroup(LockstepGroup):
         """
         how = reduction(ReduceOp.SUM, out.dtype)
         arguments = parts, out, layout, num_shards, how, call
-        action = partial(collectives.ordered_all_reduce, self._exchange, *arguments)
+        action = partial(collectives.ordered_all_reduce, self.exchange, *arguments)
         return self._runner.start(call, action, [out], is_async=is_async)
 
     def compare_calls(self, call: bytes) -> None:
         self._runner.compare(call)
+
+    def runner_for(self, events: CallEvents) -> CallRunner:
+        """Return what runs the calls of a group that this one is a part of, in one order with its own (local)."""
+        return CallRunner(self.exchange, self._peers, self._work_queue, events)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
         """Return when every rank has reached it; the error of a rank that waits too long names those that have not."""
@@ -204,7 +208,7 @@ class ShmProcessGroup(LockstepGroup):
 
         def action() -> None:
             try:
-                self._exchange.compare_calls(call, timeout_seconds=seconds)
+                self.exchange.compare_calls(call, timeout_seconds=seconds)
             except CollectiveTimeoutError as error:
                 raise CollectiveTimeoutError(
                     f"Rank {self._peers.global_rank} timed out in monitoredBarrier. {error}"

@@ -95,6 +95,10 @@ class PhaseExchange:
             raise self._explain_mismatch()
         return code == HAS_PLACES
 
+    def find_line(self) -> str:
+        """Return the line of the user's code that made the call which runs now."""
+        return self.caller if isinstance(self.caller, str) else find_user_line(self.caller)
+
     def compare_calls(self, call: bytes, timeout_seconds: float | None = None) -> None:
         """Return when every rank has made this call, or raise on all alike if they differ (collective)."""
         self.run(programs.barrier(), (), call, timeout_seconds=timeout_seconds)
@@ -187,8 +191,7 @@ class PhaseExchange:
     def _explain_mismatch(self) -> CollectiveMismatchError:
         """Exchange the lines of the users' code too, and return the error for different calls (collective)."""
         calls = self._read_pages()
-        line = self.caller if isinstance(self.caller, str) else find_user_line(self.caller)
-        self._go(programs.barrier(), (), line.encode()[:LONGEST_CALL])
+        self._go(programs.barrier(), (), self.find_line().encode()[:LONGEST_CALL])
         lines = [line.decode(errors="replace") for line in self._read_pages()]
         return explain_mismatch(
             dict(zip(self.global_ranks, calls, strict=True)), dict(zip(self.global_ranks, lines, strict=True))
