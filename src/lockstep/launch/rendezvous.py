@@ -18,7 +18,6 @@ import contextlib
 import ctypes
 import os
 import pwd
-import selectors
 import socket
 import struct
 import sys
@@ -26,11 +25,12 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from lockstep.launch.output import print_message
+from lockstep.launch.signals import wait_to_read
 from lockstep.processes.host import NO_LOOPBACK, has_loopback, has_loopback_address
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 128
+_PIECE_BYTES = 1 << 16
 _NUM_ATTEMPTS = 20
 """How often to open the store anew, if others connect to its port before it is guarded."""
 
@@ -95,8 +96,55 @@ def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
 
 
 def _serve_when_asked(listener: socket.socket, over: int) -> None:
-    with GuardedStore() as store:
-        Forwarding(listener, over, store).run()
+    """Pass on connections of this user to a store, from the first connection on, until `over` can be read."""
+    if over in wait_to_read(listener.fileno(), over):
+        return
+    import asyncio  # not above: a launch whose workers never connect starts without it
+
+    strangers: set[int] = set()
+
+    async def pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):  # one end is gone
+            while piece := await source.read(_PIECE_BYTES):
+                target.write(piece)
+                await target.drain()
+
+    async def forward(here: asyncio.StreamReader, to_here: asyncio.StreamWriter) -> None:
+        with contextlib.closing(to_here):
+            if not _is_let_in(to_here.get_extra_info("socket"), strangers):
+                return
+            try:
+                there, to_there = await asyncio.open_connection(sock=store.connect())
+            except OSError as error:
+                print_message(f"error: The rendezvous of this launch cannot be served: {error}")
+                return
+            with contextlib.closing(to_there):
+                ways = [asyncio.create_task(pass_on(*way)) for way in ((here, to_there), (there, to_here))]
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+
+    async def serve() -> None:
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(over, ended.set)
+        server = await asyncio.start_server(forward, sock=listener)
+        await ended.wait()
+        server.close()
+
+    with contextlib.closing(GuardedStore()) as store:
+        asyncio.run(serve())
+
+
+def _is_let_in(connection: socket.socket, strangers: set[int]) -> bool:
+    try:
+        is_own, user = is_own_connection(connection)
+    except OSError:  # it was reset
+        return False
+    if user is not None and not is_own and user not in strangers:
+        strangers.add(user)
+        print_message(
+            f"lockstep: warning: the user {_name_of(user)} has connected to the rendezvous of this launch, and was not "
+            "let in."
+        )
+    return is_own
 
 
 @final
@@ -107,10 +155,7 @@ class GuardedStore:
         self._store: TCPStore | None = None
         self._guard: PortGuard | None = None
 
-    def __enter__(self) -> "GuardedStore":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._store = None
         if self._guard is not None:
             self._guard.close()
@@ -154,143 +199,8 @@ class GuardedStore:
 def _count_connections(address: tuple[str, int]) -> int:
     """Return how many connections to a port there are or were a moment ago, as its end of them or as the other."""
     port = kernel_address(address)
-    ends = [each for each in read_sockets() if port in {each.local, each.remote} and not each.is_listening]
+    ends = [each for each in read_sockets() if port in {each.local, each.remote} and each.state != _LISTENING]
     return len({frozenset((each.local, each.remote)) for each in ends})
-
-
-_PIECE_BYTES = 1 << 16
-_MOST_UNSENT_BYTES = 1 << 20
-"""From an end whose other end takes nothing, no more than this is read."""
-
-
-@dataclass(slots=True, eq=False)
-class _Side:
-    socket: socket.socket
-    other: "_Side | None" = None
-    unsent: bytearray = field(default_factory=bytearray)
-    has_closed: bool = False
-
-
-@final
-class Forwarding:
-    """Accepts connections, and passes on those of this user to the store (one thread), until `over` can be read."""
-
-    def __init__(self, listener: socket.socket, over: int, store: GuardedStore) -> None:
-        self._listener = listener
-        self._over = over
-        self._store = store
-        self._strangers: set[int] = set()
-        self._selector = selectors.DefaultSelector()
-
-    def run(self) -> None:
-        self._listener.setblocking(False)
-        with self._selector, contextlib.ExitStack() as stack:
-            stack.callback(self._close_all)
-            self._selector.register(self._over, selectors.EVENT_READ, None)
-            self._selector.register(self._listener, selectors.EVENT_READ, None)
-            while True:
-                for key, events in self._selector.select():
-                    if key.fileobj == self._over:
-                        return
-                    if key.fileobj is self._listener:
-                        self._accept()
-                        continue
-                    end: _Side = key.data
-                    if events & selectors.EVENT_READ:
-                        self._receive(end)
-                    if events & selectors.EVENT_WRITE:
-                        self._flush(end)
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # it was closed again
-            return
-        try:
-            is_own, user = is_own_connection(connection)
-        except OSError:  # it was reset
-            is_own, user = False, None
-        if not is_own:
-            connection.close()
-            if user is not None and user not in self._strangers:
-                self._strangers.add(user)
-                print_message(
-                    f"lockstep: warning: the user {_name_of(user)} has connected to the rendezvous of this launch, and "
-                    "was not let in."
-                )
-            return
-        try:
-            here, there = _Side(connection), _Side(self._store.connect())
-        except OSError as error:
-            print_message(f"error: The rendezvous of this launch cannot be served: {error}")
-            connection.close()
-            return
-        here.other, there.other = there, here
-        for end in (here, there):
-            end.socket.setblocking(False)
-            end.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._selector.register(end.socket, selectors.EVENT_READ, end)
-
-    def _receive(self, end: _Side) -> None:
-        other = end.other
-        if other is None:  # closed a moment ago
-            return
-        try:
-            piece = end.socket.recv(_PIECE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            piece = b""
-        if not piece:
-            end.has_closed = True
-        other.unsent += piece
-        self._flush(other)
-
-    def _flush(self, end: _Side) -> None:
-        """Send what this end takes now, and close both once the other end has closed and all is sent."""
-        other = end.other
-        if other is None:
-            return
-        try:
-            while end.unsent:
-                del end.unsent[: end.socket.send(end.unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            end.unsent.clear()
-            other.has_closed = True
-        if other.has_closed and not end.unsent:
-            self._close(end)
-            return
-        self._watch(end)
-        self._watch(other)
-
-    def _watch(self, end: _Side) -> None:
-        """Wait for what concerns this end: there is room for what it sends, and there are bytes to send to it."""
-        assert end.other is not None
-        can_read = not end.has_closed and len(end.other.unsent) < _MOST_UNSENT_BYTES
-        events = selectors.EVENT_READ * can_read | selectors.EVENT_WRITE * bool(end.unsent)
-        is_watched = end.socket in self._selector.get_map()
-        if not events:
-            if is_watched:
-                self._selector.unregister(end.socket)
-        elif is_watched:
-            self._selector.modify(end.socket, events, end)
-        else:
-            self._selector.register(end.socket, events, end)
-
-    def _close(self, end: _Side) -> None:
-        for each in (end, end.other):
-            if each is not None:
-                if each.socket in self._selector.get_map():
-                    self._selector.unregister(each.socket)
-                each.socket.close()
-                each.other = None
-
-    def _close_all(self) -> None:
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Side):
-                self._close(key.data)
 
 
 def _name_of(user: int) -> str:
@@ -373,15 +283,7 @@ class TcpSocket:
     user: int
     """The id of the user who made it; 0 also for one that is closed."""
     inode: int
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it is connected, and a process holds it: only then `user` is who made it."""
-        return self.state == _ESTABLISHED and self.inode != 0
-
-    @property
-    def is_listening(self) -> bool:
-        return self.state == _LISTENING
+    """0 where no process holds it."""
 
 
 def kernel_address(address: tuple[str, int]) -> str:
@@ -412,7 +314,8 @@ def is_own_connection(connection: socket.socket) -> tuple[bool, int | None]:
     """
     peer, own = kernel_address(connection.getpeername()), kernel_address(connection.getsockname())
     try:
-        found = [each for each in read_sockets() if each.local == peer and each.remote == own and each.is_open]
+        found = [each for each in read_sockets() if each.local == peer and each.remote == own]
     except OSError:
         return True, os.getuid()
+    found = [each for each in found if each.state == _ESTABLISHED and each.inode]  # else `user` is not who made it
     return (found[0].user == os.getuid(), found[0].user) if found else (False, None)
