@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,6 @@ from lockstep.launch.restarts import (
     CallToStart,
     Elastic,
     Restarts,
-    StartAfterLoss,
     StartAgain,
     call_with_restarts,
 )
@@ -190,7 +190,7 @@ def call_on_workers(
             CallToStart(placement=placement, call=call),
             Restarts(settings.max_restarts, _LOGGER.warning),
             lambda: not forwarding.is_requested and not (settings.stop is not None and settings.stop.is_made),
-            None if again is None else StartAfterLoss(again, settings.elastic.limit),
+            None if again is None else partial(again.after, settings.elastic.limit),
         )
     return [load_result(report) for report in reports]
 

@@ -16,7 +16,7 @@ restart.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeVar, final
 
@@ -106,14 +106,41 @@ class CallToStart:
     call: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@final
+@dataclass(slots=True, kw_only=True)
 class StartAgain:
+    """What is started after a loss, where that is not left to `max_restarts`."""
+
     min_workers: int
     is_unchanged: Callable[[], bool]
     """Returns whether no worker has begun to train: nothing was written."""
     resume: Callable[[], tuple[str, bytes]]
     """Returns the newest checkpoint in words, and the call that goes on from it."""
     tell: Tell
+    _replaced_at: list[float] = field(default_factory=list)
+
+    def after(self, limit: RespawnLimit, lost: LostWorkersError, attempt: CallToStart) -> CallToStart | None:
+        """Decide what is started, and tell of it; None if the loss is an error."""
+        devices, now = attempt.placement.devices, time.monotonic()
+        is_replaced = may_respawn(limit, self._replaced_at, now)
+        if is_replaced:
+            self._replaced_at.append(now)
+        if not lost.has_begun and self.is_unchanged():
+            if not is_replaced:
+                devices = tuple(device for number, device in enumerate(devices) if number not in lost.lost)
+                if len(devices) < max(self.min_workers, 1):
+                    return None
+            count = counted(len(devices), "worker")
+            self.tell(f"{lost.described}, before the training began. It starts again with {count}. Nothing is lost.")
+            return replace(attempt, placement=replace(attempt.placement, devices=devices))
+        if not is_replaced:
+            return None
+        checkpoint, call = self.resume()
+        self.tell(
+            f"{lost.described}, so the others cannot continue. The run goes on from {checkpoint} with "
+            f"{counted(len(devices), 'worker')}: the steps after it are taken again, with the same bits. (LS604)"
+        )
+        return replace(attempt, call=call)
 
 
 @final
@@ -168,35 +195,3 @@ def call_with_restarts(
                 raise failure from failure.__cause__
             following = first
         attempt = following
-
-
-@final
-class StartAfterLoss:
-    """Decides what is started after a loss, and tells of it; None if that is an error."""
-
-    def __init__(self, again: StartAgain, limit: RespawnLimit) -> None:
-        self._again = again
-        self._limit = limit
-        self._replaced_at: list[float] = []
-
-    def __call__(self, lost: LostWorkersError, attempt: CallToStart) -> CallToStart | None:
-        again, devices, now = self._again, attempt.placement.devices, time.monotonic()
-        is_replaced = may_respawn(self._limit, self._replaced_at, now)
-        if is_replaced:
-            self._replaced_at.append(now)
-        if not lost.has_begun and again.is_unchanged():
-            if not is_replaced:
-                devices = tuple(device for number, device in enumerate(devices) if number not in lost.lost)
-                if len(devices) < max(again.min_workers, 1):
-                    return None
-            count = counted(len(devices), "worker")
-            again.tell(f"{lost.described}, before the training began. It starts again with {count}. Nothing is lost.")
-            return replace(attempt, placement=replace(attempt.placement, devices=devices))
-        if not is_replaced:
-            return None
-        checkpoint, call = again.resume()
-        again.tell(
-            f"{lost.described}, so the others cannot continue. The run goes on from {checkpoint} with "
-            f"{counted(len(devices), 'worker')}: the steps after it are taken again, with the same bits. (LS604)"
-        )
-        return replace(attempt, call=call)

@@ -1,6 +1,7 @@
 """Starting all workers again after a failure."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from lockstep.launch.restarts import (
     Elastic,
     LostWorkersError,
     Restarts,
-    StartAfterLoss,
     StartAgain,
     call_with_restarts,
 )
@@ -200,7 +200,7 @@ class Starts:
         return f"trained {attempt.call.decode()}"
 
     def run(self) -> str:
-        after_loss = None if self.again is None else StartAfterLoss(self.again, self.elastic.limit)
+        after_loss = None if self.again is None else partial(self.again.after, self.elastic.limit)
         return call_with_restarts(self.call, THREE, self.restarts, lambda: True, after_loss)
 
 
