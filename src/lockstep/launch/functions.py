@@ -15,7 +15,8 @@ from lockstep.devices import Device
 from lockstep.devices.choose import CPU
 from lockstep.errors import WorkerFailure
 from lockstep.launch.environment import function_variables
-from lockstep.launch.messages import Report, WorkerTask, is_consequence, load_error, read_report, send_task
+from lockstep.launch.exits import CONSEQUENCES
+from lockstep.launch.messages import Report, WorkerTask, load_error, read_report, send_task
 from lockstep.launch.signals import sigint_held_back, signals_blocked
 from lockstep.launch.template import Process, WorkerTemplate
 from lockstep.launch.worker_pool import End, Worker, WorkerPool
@@ -101,7 +102,7 @@ class FunctionWorker(Worker):
         return self.describe_exit() + silent
 
     def is_consequence(self) -> bool:
-        return self.report is not None and is_consequence(self.report)
+        return self.report is not None and isinstance(load_error(self.report), CONSEQUENCES)
 
     def close(self) -> None:
         if self._pipe >= 0:

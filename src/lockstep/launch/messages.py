@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lockstep.errors import WorkerFailedError, WorkerFailure
-from lockstep.launch.exits import CONSEQUENCES
 from lockstep.launch.pickling import Unpicklable, find_in_call, find_in_result, name_of, pack
 
 if TYPE_CHECKING:  # a launcher does not need torch
@@ -79,10 +78,10 @@ class Report:
     rank: int
     time: float
     """When it ended, on the host's monotonic clock, in seconds."""
-    result: bytes | None
-    reason: str
-    traceback: str
-    error: bytes | None
+    result: bytes | None = None
+    reason: str = ""
+    traceback: str = ""
+    error: bytes | None = None
     """The exception, pickled; None if it cannot be pickled."""
     has_left: bool = False
     """Whether it has left the others between two steps; there is no result then."""
@@ -154,7 +153,3 @@ def load_error(report: Report) -> BaseException | None:
     except Exception:  # noqa: BLE001 - unpickling a user's class may raise anything
         return None
     return error
-
-
-def is_consequence(report: Report) -> bool:
-    return isinstance(load_error(report), CONSEQUENCES)

@@ -7,18 +7,17 @@ import contextlib
 import os
 import selectors
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self, final
+from typing import Any, Self, final
 
 from lockstep.errors import WorkerFailedError
 from lockstep.processes.host import stack_of_thread
+from lockstep.processes.user_line import find_user_stack_line
 
 TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end the launcher: Ctrl-C, `kill`, a closed terminal, Ctrl-backslash."""
@@ -186,25 +185,16 @@ def _end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@dataclass(frozen=True, slots=True)
-class Stand:
-    waits: bool | None
-    """None if that is not known."""
-    place: str
-    """The line that runs, the user's if there is one: "train.py, line 31, in loss"."""
+def look_at_main_thread() -> dict[str, Any]:
+    """Return whether the main thread waits for other workers, None if that is not known, and its line (any thread).
 
-
-def look_at_main_thread() -> Stand:
-    """Return where the main thread stands, in wait for other workers or in something of its own (in any thread)."""
+    `place` is the user's line if there is one: "train.py, line 31, in loss".
+    """
     stack = stack_of_thread(threading.main_thread().ident)
     if not stack:  # there are too many other threads
-        return Stand(waits=None, place="a line that is not known")
+        return {"waits": None, "place": "a line that is not known"}
     waits = stack[0].file.startswith(_REDUCING) or any(
         line.function == _RETURNED or any(folder in line.file for folder in _WAITING) for line in stack
     )
-    shown = next((line for line in stack if not _is_of_a_library(line.file)), stack[0])
-    return Stand(waits=waits, place=f"{Path(shown.file).name}, line {shown.number}, in {shown.function}")
-
-
-def _is_of_a_library(file: str) -> bool:
-    return file.startswith((_OURS, sys.base_prefix, "<")) or f"{os.sep}site-packages{os.sep}" in file
+    shown = find_user_stack_line(stack) or stack[0]
+    return {"waits": waits, "place": f"{Path(shown.file).name}, line {shown.number}, in {shown.function}"}

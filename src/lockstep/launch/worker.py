@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import ctypes
-import dataclasses
 import math
 import os
 import pickle
@@ -143,25 +142,18 @@ def _run(task: WorkerTask, channel_descriptor: int) -> Report:
         packed = pack_result(result)
     except BaseException as error:  # noqa: BLE001 - it is reported to the launcher, SystemExit included
         failed_at = time.monotonic()  # before anything else: the earliest failure is reported as the cause
-        if _has_left():
-            return _left(task)
-        report = _failure(task.worker, error, failed_at)
-        report_failure(error)
-        return report
+        if not _has_left():
+            report = _failure(task.worker, error, failed_at)
+            report_failure(error)
+            return report
     if _has_left():
-        return _left(task)
-    return Report(rank=task.worker, time=time.monotonic(), result=packed, reason="", traceback="", error=None)
+        return Report(rank=task.worker, time=time.monotonic(), has_left=True)
+    return Report(rank=task.worker, time=time.monotonic(), result=packed)
 
 
 def _has_left() -> bool:
     generations = current_generations()
     return generations is not None and generations.has_left
-
-
-def _left(task: WorkerTask) -> Report:
-    return Report(
-        rank=task.worker, time=time.monotonic(), result=None, reason="", traceback="", error=None, has_left=True
-    )
 
 
 def _set_up(task: WorkerTask, channel_descriptor: int) -> Run:
@@ -182,7 +174,7 @@ def _set_up(task: WorkerTask, channel_descriptor: int) -> Run:
         torch.accelerator.set_device_index(device)
     generations = Generations(channel_descriptor, choose_backend(device))
     generations.is_joiner = task.is_joiner
-    generations.look_at_main_thread = lambda: dataclasses.asdict(look_at_main_thread())
+    generations.look_at_main_thread = look_at_main_thread
     generations.make_first(task.rank, task.world_size, f"joiner/{task.worker}" if task.is_joiner else "")
     follow_generations(generations)
     request = LeaveRequest(generations)
@@ -211,7 +203,6 @@ def _failure(worker: int, error: BaseException, failed_at: float) -> Report:
     return Report(
         rank=worker,
         time=failed_at,
-        result=None,
         reason="".join(traceback.format_exception_only(error)).strip(),
         traceback="".join(traceback.format_exception(type(error), error, trace)),
         error=packed,

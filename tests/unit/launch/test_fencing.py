@@ -1,10 +1,12 @@
 """Which workers are ended because they hang, without processes."""
 
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.nn.modules import linear
 
 from lockstep.launch import signals
 from lockstep.launch.continuation import Answer, WorkerReports
@@ -198,7 +200,7 @@ def test_a_main_thread_beside_many_others_is_not_seen() -> None:
     for thread in threads:
         thread.start()
     try:
-        assert look_at_main_thread().waits is None
+        assert look_at_main_thread()["waits"] is None
     finally:
         end.set()
         for thread in threads:
@@ -211,5 +213,13 @@ def test_a_main_thread_waits_in_code_that_exchanges_something(waits: bool, monke
     stack = [StackLine(file, 1, "loss"), StackLine("/home/me/train.py", 9, "main")]
     monkeypatch.setattr(signals, "stack_of_thread", lambda _thread: stack)
     stand = look_at_main_thread()
-    assert stand.waits is waits
-    assert waits or stand.place == "train.py, line 1, in loss"
+    assert stand["waits"] is waits
+    assert waits or stand["place"] == "train.py, line 1, in loss"
+
+
+def test_a_script_beside_the_interpreter_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In images whose Python is /usr/bin/python, /usr/src/app/train.py counted as Python's own, and no line was named.
+    script = f"{sys.base_prefix}/src/app/train.py"
+    stack = [StackLine(linear.__file__, 1, "forward"), StackLine(script, 7, "f")]
+    monkeypatch.setattr(signals, "stack_of_thread", lambda _thread: stack)
+    assert look_at_main_thread()["place"] == "train.py, line 7, in f"
