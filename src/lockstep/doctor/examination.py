@@ -10,7 +10,7 @@ from lockstep.doctor.activity import Activity, last_activity
 from lockstep.doctor.diagnosis import STALL_SECONDS, LoadingProcess, Verdict, WorkerState, diagnose
 from lockstep.doctor.finding import is_running
 from lockstep.doctor.stacks import read_main_stack, take_stack
-from lockstep.doctor.system import Neighbour, children_of, find_neighbours, look_at, read_process_times
+from lockstep.doctor.system import Neighbour, children_of, find_neighbours, look_at, watch_processes
 from lockstep.processes.host import boot_id
 from lockstep.processes.user_line import find_user_stack_line
 from lockstep.recording.file_format import EventKind
@@ -132,10 +132,10 @@ def _with_cpu_share(
     began = time.monotonic()
     neighbours: list[Neighbour] = []
     if any(state.facts is not None for state in states):
-        before = read_process_times()
+        watched = watch_processes()
         time.sleep(_SAMPLE_SECONDS)
         job = {state.pid for state in states if state.facts is not None} | {*launchers, os.getpid()}
-        neighbours = find_neighbours(before, read_process_times(), time.monotonic() - began, job)
+        neighbours = find_neighbours(watched, job)
     found = []
     for state in states:
         later = look_at(state.pid) if state.facts is not None else None

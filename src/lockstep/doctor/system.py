@@ -6,7 +6,8 @@ Of a worker: its state, and sums of what it has used. Of others: who takes the c
 import os
 import platform
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
@@ -153,12 +154,6 @@ def _call_words(folder: Path) -> list[str]:
     return words if words and words[0].isdecimal() else []
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessTimes:
-    parent: int
-    cpu_seconds: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
     """A process that is not of the job: of another one, or of another user."""
@@ -169,30 +164,23 @@ class Neighbour:
     cores: float
 
 
-def read_process_times() -> dict[int, ProcessTimes]:
-    looks = psutil.process_iter(["ppid", "cpu_times"])
-    return {
-        each.pid: ProcessTimes(each.info["ppid"], each.info["cpu_times"].user + each.info["cpu_times"].system)
-        for each in looks
-        if each.info["cpu_times"] is not None  # this user may not see it
-    }
+def watch_processes() -> list[psutil.Process]:
+    """Return the processes of this machine; what they use of cores is counted from now on (local)."""
+    return list(psutil.process_iter(["cpu_percent"]))
 
 
-def find_neighbours(
-    before: Mapping[int, ProcessTimes], after: Mapping[int, ProcessTimes], seconds: float, job: Collection[int]
-) -> list[Neighbour]:
-    """Return the processes outside a job that used cores between two looks, the busiest first (local).
+def find_neighbours(watched: Sequence[psutil.Process], job: set[int]) -> list[Neighbour]:
+    """Return the processes outside a job that have used cores since they are watched, the busiest first (local).
 
-    What the processes of `job` have started is of the job too; `seconds` is the time between the looks.
+    What the processes of `job` have started is of the job too.
     """
     found = []
-    for pid, times in after.items():
-        if pid not in before or _is_of(pid, after, job):
-            continue
-        cores = (times.cpu_seconds - before[pid].cpu_seconds) / seconds
-        if cores >= _LEAST:
-            user, program = _owner_and_program(pid)
-            found.append(Neighbour(pid=pid, user=user, program=program, cores=cores))
+    for process in watched:
+        with suppress(psutil.Error):  # it has ended, or this user may not see it
+            cores = process.cpu_percent() / 100
+            if cores >= _LEAST and job.isdisjoint({process.pid, *(each.pid for each in process.parents())}):
+                user, program = process.username(), process.name()
+                found.append(Neighbour(pid=process.pid, user=user, program=program, cores=cores))
     return sorted(found, key=lambda each: -each.cores)
 
 
@@ -207,22 +195,6 @@ def describe_neighbours(neighbours: Sequence[Neighbour], num_cores: int) -> str:
         f"Other processes on this machine use {total:.1f} of its {num_cores} cores: "
         f"{', '.join(named[:_MOST_NAMES])}{more}."
     )
-
-
-def _is_of(pid: int, processes: Mapping[int, ProcessTimes], job: Collection[int]) -> bool:
-    while pid in processes:
-        if pid in job:
-            return True
-        pid = processes[pid].parent
-    return False
-
-
-def _owner_and_program(pid: int) -> tuple[str, str]:
-    try:
-        process = psutil.Process(pid)
-        return process.username(), process.name()
-    except psutil.Error:  # it has ended
-        return "?", "?"
 
 
 @final
