@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import cloudpickle
 
@@ -40,19 +40,10 @@ _NO_FILE = "<sent separately>"
 """The file of code whose true one is beside it in the pickle."""
 
 
-class Writable(Protocol):
-    def write(self, data: bytes, /) -> object:
-        """Write the next bytes."""
-
-
 def pack(value: object) -> bytes:
     stream = io.BytesIO()
-    pack_into(stream, value)
-    return stream.getvalue()
-
-
-def pack_into(stream: Writable, value: object) -> None:
     _Pickler(stream).dump(value)
+    return stream.getvalue()
 
 
 @final
@@ -201,7 +192,7 @@ class _Search:
             return None
         self._seen.add(id(value))
         try:
-            pack_into(_Nowhere(), value)
+            pack(value)
         except Exception as error:  # noqa: BLE001 - a class may raise anything when it is pickled
             parts: list[_Part] = []
             with contextlib.suppress(Exception):  # and when pickle asks it for its state
@@ -232,11 +223,6 @@ class _Search:
                 return [(location, part) for part in value]
             case _:
                 return _state_parts(location, value)
-
-
-class _Nowhere:
-    def write(self, data: bytes, /) -> object:
-        return len(data)
 
 
 def _function_parts(function: FunctionType) -> Iterator[_Part]:
