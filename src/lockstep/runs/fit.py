@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -17,7 +16,7 @@ from lockstep.devices.transfer import is_asynchronous
 from lockstep.engine.batches import gather_results
 from lockstep.engine.fingerprint import Fingerprint
 from lockstep.engine.present import Continued
-from lockstep.engine.state_parts import Scheduler, Stateful
+from lockstep.engine.state_parts import Scheduler
 from lockstep.engine.step_table import StepResult
 from lockstep.engine.trainer import Trainer
 from lockstep.errors import CheckpointError, LossError, without_code
@@ -64,9 +63,8 @@ def fit(
     training = TrainingContext(config, parts, recorder, saver, stop, sums)
     trainer.internals.on_continued = training.follow
     stop.add_listener(trainer.request_stop)
-    own_scheduler = parts.scheduler if trainer.scheduler is None else None
     patch = ""
-    if not trainer.join(FitState(sums, saver, own_scheduler, parts.states), before_leaving=saver.wait):
+    if not trainer.join(training, before_leaving=saver.wait):
         check_metric_names(config, parts)
         if resume is not None:
             restore_run(parts, load_checkpoint(resume.path), config, resume.allowed)
@@ -117,12 +115,36 @@ class EpochSums:
 
 @dataclass(frozen=True, slots=True)
 class TrainingContext:
+    """What the loop keeps beside the trainer; its state is for a worker that joins."""
+
     config: Config
     parts: RunParts
     recorder: Recorder
     saver: RunSaver
     stop: StopRequest
     sums: EpochSums
+
+    @property
+    def own_scheduler(self) -> Scheduler | None:
+        """The scheduler, unless the trainer steps it and has its state."""
+        return self.parts.scheduler if self.parts.trainer.scheduler is None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "loss": self.sums.loss,
+            "weight": self.sums.weight,
+            "saver": self.saver.state_dict(),
+            "scheduler": None if self.own_scheduler is None else self.own_scheduler.state_dict(),
+            "others": {name: each.state_dict() for name, each in self.parts.states.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums.loss, self.sums.weight = state["loss"], state["weight"]
+        self.saver.load_state_dict(state["saver"])
+        if self.own_scheduler is not None:
+            self.own_scheduler.load_state_dict(state["scheduler"])
+        for name, each in self.parts.states.items():
+            each.load_state_dict(state["others"][name])
 
     def save(self, metrics: Mapping[str, float]) -> None:
         """Save a checkpoint on rank 0; check the parameters on every rank."""
@@ -289,40 +311,6 @@ def _measure_again_if_ending(parts: RunParts, test: RunMeans) -> RunMeans:
         return test
     with parts.trainer.internals.moments.no_evaluation():
         return measure_all(parts)
-
-
-@final
-class FitState:
-    """What the loop keeps beside the trainer, for a worker that joins; the trainer does not step `scheduler`."""
-
-    def __init__(
-        self,
-        sums: EpochSums,
-        saver: RunSaver,
-        scheduler: Scheduler | None,
-        others: Mapping[str, Stateful] = MappingProxyType({}),
-    ) -> None:
-        self._sums = sums
-        self._saver = saver
-        self._scheduler = scheduler
-        self._others = others
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "loss": self._sums.loss,
-            "weight": self._sums.weight,
-            "saver": self._saver.state_dict(),
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-            "others": {name: each.state_dict() for name, each in self._others.items()},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sums.loss, self._sums.weight = state["loss"], state["weight"]
-        self._saver.load_state_dict(state["saver"])
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(state["scheduler"])
-        for name, each in self._others.items():
-            each.load_state_dict(state["others"][name])
 
 
 def _describe_run(config: Config, parts: RunParts, device: torch.device, patch: str) -> RunStarted:
