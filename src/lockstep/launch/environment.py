@@ -93,12 +93,8 @@ def is_in_ipython() -> bool:
 
 def add_ipython_functions() -> None:
     """Give functions of notebook cells what IPython has built in; `display` prints, as its own does without a shell."""
-    vars(builtins).update(display=_display, get_ipython=_get_ipython)
+    vars(builtins).update(display=_display, get_ipython=lambda: None)  # there is no shell
 
 
 def _display(*objects: Any, **_options: Any) -> None:
     print(*objects)  # noqa: T201 - what it is for
-
-
-def _get_ipython() -> None:
-    """Return None: there is no shell."""

@@ -60,15 +60,11 @@ def exit_status(code: int) -> int:
     return code if code >= 0 else _SIGNAL_BASE - code
 
 
-def signal_name(number: int) -> str:
-    return {known.value: known.name for known in signal.Signals}.get(number, f"signal {number}")
-
-
 def describe_exit(code: int, *, killer: str = UNKNOWN_KILLER, place: str = "") -> str:
     """Return how a process ended; `code` is -N for signal N."""
     if code >= 0:
         return f"ended with exit code {code}"
-    name = signal_name(-code)
+    name = {known.value: known.name for known in signal.Signals}.get(-code, f"signal {-code}")
     if name == "SIGKILL" and killer:
         return f"killed by {name}, {killer}"
     return f"killed by {name} at {place}" if place else f"killed by {name}"

@@ -28,14 +28,13 @@ from typing import final
 
 import psutil
 
-from lockstep.doctor.stacks import crash_place
 from lockstep.doctor.stall_watch import stalls_watched
 from lockstep.errors import UsageError, counted
 from lockstep.launch import guardian
-from lockstep.launch.exits import KILLED_SECONDS, UNKNOWN_KILLER, describe_exit
+from lockstep.launch.exits import KILLED_SECONDS
 from lockstep.launch.template import Process
 from lockstep.processes.host import exit_code_of_child
-from lockstep.recording import LAUNCHER, EventKind, WorkerRecorder, open_recorder
+from lockstep.recording import LAUNCHER, WorkerRecorder, open_recorder
 from lockstep.settings import read_settings
 
 _POLL_SECONDS = 0.02
@@ -200,14 +199,6 @@ def check_current_directory() -> None:
         raise UsageError(
             "The current directory was deleted. Change to one that exists (`os.chdir`), and start again. (LS123)"
         ) from None
-
-
-def record_end(recorder: WorkerRecorder, worker: int, pid: int, code: int, killer: str) -> str:
-    """Record how a worker has ended; return where it crashed, empty where that is not known."""
-    place = crash_place(recorder.directory, pid, code)
-    how = recorder.text(describe_exit(code, killer=killer or UNKNOWN_KILLER, place=place))
-    recorder.mark(EventKind.WORKER_ENDED, worker, pid, how)
-    return place
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from typing import Protocol, final
 
 from lockstep.channel.server import ChannelServer
 from lockstep.devices import Device
+from lockstep.doctor.stacks import crash_place
 from lockstep.errors import UsageError, WorkerFailedError, WorkerFailure
 from lockstep.launch.exits import (
     EARLIER_FAILURE_SECONDS,
@@ -44,7 +45,7 @@ from lockstep.launch.exits import (
     describe_exit,
     describe_waiting,
 )
-from lockstep.launch.sessions import Sessions, exit_code, launch_recorded, record_end, wake
+from lockstep.launch.sessions import Sessions, exit_code, launch_recorded, wake
 from lockstep.launch.template import Process
 from lockstep.processes.ending import describe_held_up
 from lockstep.processes.host import open_process
@@ -285,8 +286,9 @@ class WorkerPool:
             os.close(descriptor)
         if not worker.killer:
             worker.killer = self._killers.name()
-        code = worker.exit_code or 0
-        worker.place = record_end(self._recorder, worker.number, worker.pid, code, worker.killer)
+        worker.place = crash_place(self._recorder.directory, worker.pid, worker.exit_code or 0)
+        how = self._recorder.text(worker.describe_exit())
+        self._recorder.mark(EventKind.WORKER_ENDED, worker.number, worker.pid, how)
         return False
 
     def ask_to_stop(self) -> None:
