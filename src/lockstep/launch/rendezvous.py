@@ -80,9 +80,7 @@ def open_rendezvous(num_workers: int) -> Iterator[Rendezvous]:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # processes of the script do not inherit it
             yield Rendezvous(reserved.getsockname()[1], is_served=False)
         return
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        listener.listen(_BACKLOG)
+    with socket.create_server((LOOPBACK, 0), backlog=_BACKLOG) as listener:
         over, over_writer = os.pipe()
         rendezvous = Rendezvous(listener.getsockname()[1], is_served=True)
         serving = threading.Thread(target=_serve_when_asked, args=(listener, over), name="rendezvous")
@@ -147,52 +145,86 @@ def _is_let_in(connection: socket.socket, strangers: set[int]) -> bool:
     return is_own
 
 
+_SO_ATTACH_FILTER = 26
+_LOAD_HALF, _JUMP_IF_EQUAL, _RETURN = 0x28, 0x15, 0x06
+"""Instructions: load two bytes of the packet, compare, keep as many bytes as the operand says."""
+_SOURCE_PORT = 0
+_WHOLE = 0xFFFFFFFF
+_NUM_REMEMBERED = 128
+"""The last packet of a handshake may come when the next connection is made already. A jump reaches 255 instructions."""
+
+
 @final
 class GuardedStore:
     """A TCPStore that only this process can connect to; it is opened at the first connection."""
 
     def __init__(self) -> None:
         self._store: TCPStore | None = None
-        self._guard: PortGuard | None = None
+        self._listener = socket.socket()
+        self._ports: deque[int] = deque(maxlen=_NUM_REMEMBERED)
+        self._is_guarded = False
 
     def close(self) -> None:
         self._store = None
-        if self._guard is not None:
-            self._guard.close()
+        self._listener.close()
 
     def connect(self) -> socket.socket:
         """Return a connection to the store; `OSError` if it cannot be opened, or not before others have connected."""
-        if self._guard is None:
-            self._guard = self._open()
-        return self._guard.connect()
+        if self._store is None:
+            self._store = self._open()
+        connection = socket.socket()
+        try:
+            connection.bind((LOOPBACK, 0))
+            self._ports.append(connection.getsockname()[1])
+            if self._is_guarded:
+                self._attach_filter()
+            connection.connect(self._listener.getsockname())
+        except OSError:
+            connection.close()
+            raise
+        return connection
 
-    def _open(self) -> "PortGuard":
+    def _open(self) -> "TCPStore":
         # torch's store makes a connection to itself, so its port can be guarded only after that. If another one was
         # made in between, this store is not used: it would be seen among the connections, or by a key that it has set.
         from torch.distributed import TCPStore
 
         for _ in range(_NUM_ATTEMPTS):
-            with socket.socket() as listener:
-                listener.bind((LOOPBACK, 0))
-                listener.listen(_BACKLOG)
-                address: tuple[str, int] = listener.getsockname()
-                guard = PortGuard(listener)
-                host, port = address
-                descriptor = listener.detach()
-                try:
-                    self._store = TCPStore(
-                        host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
-                    )
-                except RuntimeError as error:  # torch's errors, that of a socket among them
-                    guard.close()
-                    reason = str(error).partition("\n")[0]
-                    raise OSError(f"torch could not open the store: {reason} (LS111)") from error
-            if not guard.close_to_all() or (self._store.num_keys() == 0 and _count_connections(address) == 1):
-                return guard
-            guard.close()
-            self._store = None
+            self._listener.close()
+            self._listener = socket.create_server((LOOPBACK, 0), backlog=_BACKLOG)
+            host, port = self._listener.getsockname()
+            descriptor = self._listener.dup().detach()
+            try:
+                store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+            except RuntimeError as error:  # torch's errors, that of a socket among them
+                reason = str(error).partition("\n")[0]
+                raise OSError(f"torch could not open the store: {reason} (LS111)") from error
+            self._is_guarded = self._close_to_all()
+            if not self._is_guarded or (store.num_keys() == 0 and _count_connections((host, port)) == 1):
+                return store
         raise OSError(
             f"Other processes connected {_NUM_ATTEMPTS} times to the store before its port was guarded. (LS111)"
+        )
+
+    def _close_to_all(self) -> bool:
+        """Drop every packet from now on; return False where there is no such filter."""
+        with contextlib.suppress(OSError):  # a sandbox whose kernel lacks it
+            if sys.platform.startswith("linux"):
+                self._attach_filter()
+                return True
+        return False
+
+    def _attach_filter(self) -> None:
+        num_ports = len(self._ports)
+        program = [
+            (_LOAD_HALF, 0, 0, _SOURCE_PORT),
+            *((_JUMP_IF_EQUAL, num_ports - place, 0, port) for place, port in enumerate(self._ports)),
+            (_RETURN, 0, 0, 0),
+            (_RETURN, 0, 0, _WHOLE),
+        ]
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
+        self._listener.setsockopt(
+            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", len(program), ctypes.addressof(code))
         )
 
 
@@ -207,64 +239,6 @@ def _name_of(user: int) -> str:
     with contextlib.suppress(KeyError):
         return f"{pwd.getpwuid(user).pw_name} (id {user})"
     return f"of id {user}"
-
-
-_SO_ATTACH_FILTER = 26
-_LOAD_HALF, _JUMP_IF_EQUAL, _RETURN = 0x28, 0x15, 0x06
-"""Instructions: load two bytes of the packet, compare, keep as many bytes as the operand says."""
-_SOURCE_PORT = 0
-_WHOLE = 0xFFFFFFFF
-_NUM_REMEMBERED = 128
-"""The last packet of a handshake may come when the next connection is made already. A jump reaches 255 instructions."""
-
-
-@final
-class PortGuard:
-    """The filter of one listening socket, whose descriptor this duplicates."""
-
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener.dup()
-        self._address = listener.getsockname()
-        self._ports: deque[int] = deque(maxlen=_NUM_REMEMBERED)
-
-    def close_to_all(self) -> bool:
-        """Drop every packet from now on; return False where there is no such filter."""
-        if not sys.platform.startswith("linux"):
-            return False
-        try:
-            self._attach()
-        except OSError:  # a sandbox whose kernel lacks it
-            return False
-        return True
-
-    def connect(self) -> socket.socket:
-        connection = socket.socket()
-        try:
-            connection.bind((self._address[0], 0))
-            self._ports.append(connection.getsockname()[1])
-            if sys.platform.startswith("linux"):
-                self._attach()
-            connection.connect(self._address)
-        except OSError:
-            connection.close()
-            raise
-        return connection
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _attach(self) -> None:
-        num_ports = len(self._ports)
-        program = [
-            (_LOAD_HALF, 0, 0, _SOURCE_PORT),
-            *((_JUMP_IF_EQUAL, num_ports - place, 0, port) for place, port in enumerate(self._ports)),
-            (_RETURN, 0, 0, 0),
-            (_RETURN, 0, 0, _WHOLE),
-        ]
-        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
-        self._listener.setsockopt(
-            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", len(program), ctypes.addressof(code))
-        )
 
 
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))

@@ -1,9 +1,11 @@
 """What a launch needs before any worker runs, and what it changes in the process that launches."""
 
 import ctypes
+import errno
 import resource
 import socket
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from lockstep.errors import UsageError
 from lockstep.launch import rendezvous
 from lockstep.launch.launcher import launch
-from lockstep.launch.rendezvous import LOOPBACK, open_rendezvous
+from lockstep.launch.rendezvous import LOOPBACK, GuardedStore, open_rendezvous
 from lockstep.launch.sessions import check_descriptors
 from lockstep.launch.template import adopting_orphans
 
@@ -60,6 +62,19 @@ def test_a_store_that_cannot_be_opened_is_told_and_nobody_waits_for_it(
     told = "torch could not open the store: The server socket has failed. (LS111)"
     told = f"error: The rendezvous of this launch cannot be served: {told}"
     assert capfd.readouterr().err.splitlines() == [told] * 2
+
+
+def test_a_store_that_cannot_be_guarded_is_served_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In a sandbox whose kernel has no such filter each connection failed, though the store had been opened without it.
+    def fail(_store: GuardedStore) -> None:
+        raise OSError(errno.ENOPROTOOPT, "Protocol not available")
+
+    monkeypatch.setattr(GuardedStore, "_attach_filter", fail)
+    with open_rendezvous(2) as opened:
+        store = dist.TCPStore(LOOPBACK, opened.port, is_master=False, timeout=timedelta(seconds=20))
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        del store
 
 
 def test_a_host_with_ipv6_alone_reserves_a_port_and_serves_none(monkeypatch: pytest.MonkeyPatch) -> None:
