@@ -145,7 +145,10 @@ def test_a_mean_gets_its_statistics_from_the_batches_of_the_training(tmp_path: P
         ({"scheduler": "cosin"}, "scheduler is 'cosin', expected constant, linear, cosine, plateau, a name of"),
         ({"warmup": 99}, "warmup is 99.0, expected fewer steps than the run has (9)"),
         ({"warmup": 2, "scheduler": "torch.optim.lr_scheduler:StepLR"}, "warmup is for a scheduler that is constant"),
-        ({"scheduler": "linear", "scheduler_args": {"end": 1}}, "scheduler is 'linear', which cannot be used"),
+        (
+            {"scheduler": "linear", "scheduler_args": {"end": 1}},
+            "scheduler is 'linear', which goes over the steps of the run and takes only",
+        ),
         ({"param_groups": {"3.*": {}}}, "The parameter group '3.*' has no parameters"),
         ({"param_groups": {"2.*": {"rate": 1}}}, "gives '2.*' the option rate, and AdamW has lr, "),
         ({"accumulate": 5}, "smaller than num_shards (2) times accumulate (5)"),
