@@ -17,13 +17,12 @@ from typing import Any, Self, final
 
 from lockstep.errors import WorkerFailedError
 from lockstep.processes.host import stack_of_thread
+from lockstep.processes.stop_signals import SAME_SECONDS, end_by_sigterm
 from lockstep.processes.user_line import find_user_stack_line
 
 TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end the launcher: Ctrl-C, `kill`, a closed terminal, Ctrl-backslash."""
 _ROOM_BYTES = 4096
-_SAME_SECONDS = 1.0
-"""Signals within this time after the first are the same request: `timeout` and Slurm send several."""
 _OURS = f"{Path(__file__).parent.parent}{os.sep}"
 _WAITING = (
     f"{_OURS}comm{os.sep}",
@@ -160,8 +159,8 @@ class SignalForwarding:
             if self._first is None:
                 self._first = time.monotonic()
                 forward()
-            elif time.monotonic() - self._first > _SAME_SECONDS:
-                _end()
+            elif time.monotonic() - self._first > SAME_SECONDS:
+                end_by_sigterm()
 
         self._died_of_signal = died_of_signal
         self._is_handling = True
@@ -177,12 +176,7 @@ class SignalForwarding:
         if self._is_handling:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._first is not None and isinstance(error, WorkerFailedError) and self._died_of_signal():
-            _end()
-
-
-def _end() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
+            end_by_sigterm()
 
 
 def look_at_main_thread() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import ctypes
 import math
 import os
 import pickle
@@ -30,6 +29,7 @@ from lockstep.processes.ending import die_with_parent, exit_quickly
 from lockstep.processes.forking import call_in_children, this_process
 from lockstep.processes.host import keep_freed_memory, keep_temporary_files_in
 from lockstep.processes.reproducibility import seed_generators
+from lockstep.processes.stop_signals import end_by_sigterm, let_sigterm_end
 from lockstep.recording import open_recorder, own_recorder
 from lockstep.settings import write_place
 from lockstep.torch_private.groups import RESERVED_PORT
@@ -254,7 +254,7 @@ class LeaveRequest:
             self._is_refused = True
             has_asked = self._has_asked
         if self.handles():
-            _restore_default()
+            let_sigterm_end()
         if has_asked:
             self.otherwise()
 
@@ -307,13 +307,3 @@ class _Handler:
         while numbers := os.read(self._reader, _CHUNK_BYTES):
             if signal.SIGTERM in numbers and self.is_present():
                 self._request.ask()
-
-
-def end_by_sigterm() -> None:
-    """End this process by SIGTERM, from any thread; `signal.signal` works in the main thread only."""
-    _restore_default()
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _restore_default() -> None:
-    ctypes.CDLL(None).signal(int(signal.SIGTERM), None)

@@ -8,6 +8,7 @@ group; Slurm and systemd signal every process of a job, and the launcher forward
 second of the first counts as the same request.
 """
 
+import ctypes
 import os
 import signal
 import threading
@@ -22,7 +23,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 FORWARDED_SIGNAL = signal.SIGUSR1
 """The signal with which a launcher forwards a request to its workers. Repeated signals do not end a worker."""
 
-_SAME_SECONDS = 1.0
+SAME_SECONDS = 1.0
 
 
 @final
@@ -42,6 +43,16 @@ class StopRequest:
         self._listeners.append(listener)
         if self.is_made:
             listener()
+
+
+def let_sigterm_end() -> None:
+    """Give SIGTERM its default action, from any thread; `signal.signal` works in the main thread only."""
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
+
+
+def end_by_sigterm() -> None:
+    let_sigterm_end()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
@@ -76,9 +87,8 @@ def handle_stop_signals(request: StopRequest, on_sigterm: Callable[[], None] | N
 
     def take(number: int, _frame: object) -> None:
         if number == signal.SIGTERM:
-            if first and time.monotonic() - first[0] > _SAME_SECONDS:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                os.kill(os.getpid(), signal.SIGTERM)
+            if first and time.monotonic() - first[0] > SAME_SECONDS:
+                end_by_sigterm()
             elif not first:
                 first.append(time.monotonic())
             if on_sigterm is not None:

@@ -26,7 +26,7 @@ def _handlers() -> Iterator[None]:
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_a_request(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.processes.stop_signals._SAME_SECONDS", 1e6)  # however slow the machine is
+    monkeypatch.setattr("lockstep.processes.stop_signals.SAME_SECONDS", 1e6)  # however slow the machine is
     request, heard = StopRequest(), []
     request.add_listener(lambda: heard.append("before"))
     before = signal.getsignal(number)
