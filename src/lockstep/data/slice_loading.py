@@ -31,7 +31,6 @@ from lockstep.comm.generations import current_generations
 from lockstep.data.contents import state_number
 from lockstep.data.keyed import KeyedDataset, SliceKeys
 from lockstep.launch.exits import OomKills, describe_exit, has_run_out_of_memory, name_killer, read_oom_kills
-from lockstep.launch.membership import may_respawn
 from lockstep.launch.restarts import Elastic
 from lockstep.processes.ending import die_with_parent, terminate_only_for
 from lockstep.processes.host import exit_code_of_child
@@ -179,11 +178,7 @@ class SliceLoading:
         generations = current_generations()
         if generations is not None:
             return generations.may_load_again(lost.pid, lost.reason)
-        now = time.monotonic()
-        if not may_respawn(_ALONE, self._lost_at, now):
-            return False
-        self._lost_at.append(now)
-        return True
+        return _ALONE.take(self._lost_at, time.monotonic())
 
 
 def _as_it_is(collated: Any) -> Any:

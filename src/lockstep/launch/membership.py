@@ -99,6 +99,9 @@ class RespawnLimit:
     count: int
     seconds: float
 
-
-def may_respawn(limit: RespawnLimit, respawned_at: Sequence[float], now: float) -> bool:
-    return sum(1 for moment in respawned_at if now - moment < limit.seconds) < limit.count
+    def take(self, respawned_at: list[float], now: float) -> bool:
+        """Return whether one more may be started, and count it."""
+        is_left = sum(1 for moment in respawned_at if now - moment < self.seconds) < self.count
+        if is_left:
+            respawned_at.append(now)
+        return is_left

@@ -22,7 +22,7 @@ from typing import Final, TypeVar, final
 
 from lockstep.devices import Placement
 from lockstep.errors import WorkerFailedError, counted
-from lockstep.launch.membership import RespawnLimit, may_respawn
+from lockstep.launch.membership import RespawnLimit
 
 Attempt = TypeVar("Attempt")
 Result = TypeVar("Result")
@@ -121,10 +121,7 @@ class StartAgain:
 
     def after(self, limit: RespawnLimit, lost: LostWorkersError, attempt: CallToStart) -> CallToStart | None:
         """Decide what is started, and tell of it; None if the loss is an error."""
-        devices, now = attempt.placement.devices, time.monotonic()
-        is_replaced = may_respawn(limit, self._replaced_at, now)
-        if is_replaced:
-            self._replaced_at.append(now)
+        devices, is_replaced = attempt.placement.devices, limit.take(self._replaced_at, time.monotonic())
         if not lost.has_begun and self.is_unchanged():
             if not is_replaced:
                 devices = tuple(device for number, device in enumerate(devices) if number not in lost.lost)

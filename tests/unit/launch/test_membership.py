@@ -9,7 +9,6 @@ from lockstep.launch.membership import (
     Stop,
     Wishes,
     WorkerLimits,
-    may_respawn,
     next_generation,
     planned_changes,
 )
@@ -76,11 +75,9 @@ def test_each_generation_begins_with_a_worker_of_the_one_before(
 
 def test_respawns_are_counted_in_a_window() -> None:
     limit = RespawnLimit(count=2, seconds=60.0)
-    assert may_respawn(limit, [], now=0.0)
-    assert may_respawn(limit, [0.0], now=10.0)
-    assert not may_respawn(limit, [0.0, 5.0], now=59.0)
-    assert may_respawn(limit, [0.0, 5.0], now=61.0)
-    assert not may_respawn(RespawnLimit(count=0, seconds=60.0), [], now=0.0)
+    times: list[float] = []
+    assert [limit.take(times, now) for now in (0.0, 5.0, 59.0, 61.0)] == [True, True, False, True]
+    assert not RespawnLimit(count=0, seconds=60.0).take([], now=0.0)
 
 
 @pytest.mark.parametrize(
