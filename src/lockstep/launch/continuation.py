@@ -120,13 +120,6 @@ class Continuation:
         for worker in self.generation.workers:
             self._server.send(worker, {"event": "over"})
 
-    def ask_whether_there(self, worker: int, number: int) -> None:
-        """Ask a worker whether it is there; the answer, in `reports.alive`, has the number of the question."""
-        self._server.send(worker, {"event": "ping", "number": number})
-
-    def refuse_leave(self, worker: int) -> None:
-        self._server.send(worker, {"event": "stay"})
-
     def tell_of_loading_loss(self, worker: int, report: Message, *, goes_on: bool) -> None:
         lost = {"rank": self._rank_of(worker), "pid": report["pid"], "reason": report["reason"], "goes_on": goes_on}
         for each in {worker, *self.generation.workers}:

@@ -57,13 +57,12 @@ class FunctionWorker(Worker):
         self._pipe = pipe
         self._received = bytearray()
         self._closed_at = math.inf
-        self._is_given_up = False
         os.set_blocking(pipe, False)
         pool.watch(pipe, self._receive)
 
     @property
     def due(self) -> float:
-        if self.exit_code is not None or self.report is not None or self._is_given_up:
+        if self.exit_code is not None or self.report is not None or self.is_given_up:
             return math.inf
         return self._closed_at + _CLOSED_SECONDS
 
@@ -74,14 +73,14 @@ class FunctionWorker(Worker):
     def look_own(self) -> None:
         if self.report is None:
             self._receive()
-        self._is_given_up |= time.monotonic() >= self.due
+        self.is_given_up |= time.monotonic() >= self.due
 
     def said_end(self) -> End | None:
         if self.report is not None:
             if self.report.has_left:
                 return End.LEFT
             return End.FINISHED if self.report.result is not None else End.FAILED
-        return End.FAILED if self.exit_code is None and self._is_given_up else None
+        return None
 
     def said_failed_at(self) -> float | None:
         if self.report is not None:

@@ -22,7 +22,7 @@ from lockstep.devices.choose import CPU
 from lockstep.errors import DeviceError, counted
 from lockstep.launch.continuation import Continuation
 from lockstep.launch.control import RefusedError
-from lockstep.launch.membership import Wishes, WorkerLimits, may_respawn
+from lockstep.launch.membership import Wishes, WorkerLimits
 from lockstep.launch.restarts import FIXED, Elastic
 from lockstep.launch.worker_pool import End, Worker, WorkerPool
 
@@ -102,9 +102,7 @@ class Scaling:
         """Decide for each killed loading process whether it is started anew: it counts as a lost worker does."""
         reports, self._continuation.reports.lost_loading = self._continuation.reports.lost_loading, []
         for worker, report in reports:
-            goes_on = may_respawn(self._loading_limit, self._respawned_at, time.monotonic())
-            if goes_on:
-                self._respawned_at.append(time.monotonic())
+            goes_on = self._loading_limit.take(self._respawned_at, time.monotonic())
             self._continuation.tell_of_loading_loss(worker, report, goes_on=goes_on)
 
     def take_end(self, worker: Worker) -> None:
@@ -117,8 +115,7 @@ class Scaling:
             return
         if was_new and worker.end is not End.LOST:
             self._give_up(worker)
-        elif may_respawn(self._limit, self._respawned_at, time.monotonic()):
-            self._respawned_at.append(time.monotonic())
+        elif self._limit.take(self._respawned_at, time.monotonic()):
             self._vacant.append(worker.device)
         elif was_new:
             self.problem = f"The new worker {number} was {worker.describe_end()}."
@@ -160,7 +157,7 @@ class Scaling:
             if is_possible and not self._pool.is_stopping and worker in members:
                 self.let_go(worker)
             else:
-                continuation.refuse_leave(worker)
+                self._pool.server.send(worker, {"event": "stay"})
 
     def _end_new(self, worker: Worker) -> None:
         """End a worker that was asked to leave before it has joined, without another in its place."""

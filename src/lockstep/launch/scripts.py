@@ -204,11 +204,11 @@ class ScriptWorker(Worker):
         super().__init__(number, device, process)
         self.stderr = stderr
         self._log = log
-        self._is_told = self._is_given_up = False
+        self._is_told = False
 
     @property
     def due(self) -> float:
-        if self.exit_code is not None or self._is_given_up:
+        if self.exit_code is not None or self.is_given_up:
             return math.inf
         return self.raised_at + (RAISED_SECONDS if self._is_told else SLOW_END_SECONDS)
 
@@ -221,7 +221,7 @@ class ScriptWorker(Worker):
         if self.due > time.monotonic():
             return
         if self._is_told:
-            self._is_given_up = True
+            self.is_given_up = True
             return
         self._is_told = True
         print_message(
@@ -230,8 +230,6 @@ class ScriptWorker(Worker):
         )
 
     def said_end(self) -> End | None:
-        if self.exit_code is None:
-            return End.FAILED if self._is_given_up else None
         return End.EXITED if self.exit_code == 0 else None
 
     def said_failed_at(self) -> float | None:
@@ -251,7 +249,7 @@ class ScriptWorker(Worker):
 
     def describe_end(self) -> str:
         if self.exit_code is None:
-            when = f"{RAISED_SECONDS:g} s later" if self._is_given_up else "when another had failed"
+            when = f"{RAISED_SECONDS:g} s later" if self.is_given_up else "when another had failed"
             return f"raised an exception, and still ran {when}: {self.held_up_by} held it up"
         return self.describe_exit()
 

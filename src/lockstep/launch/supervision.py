@@ -105,7 +105,7 @@ class Fencing:
             if self._is_silent(worker, seconds, now):
                 self._kill(worker, f"it has not answered for {seconds:g} s")
             else:
-                self._continuation.ask_whether_there(worker, self._number)
+                self._pool.server.send(worker, {"event": "ping", "number": self._number})
         self._note_answers(now)
         if self._seconds < math.inf:
             self._end_those_that_keep_others_waiting(now)

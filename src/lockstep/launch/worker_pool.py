@@ -99,6 +99,7 @@ class Worker(ABC):
     """One worker process, with what it says of its own end.
 
     `exit_code` is -N for signal N, None while it runs. `may_leave`: it was sent a generation in which it has no rank.
+    `is_given_up`: it has failed, though it still runs.
     `killer` and `place`: who has killed it, and where it crashed; empty where that is not known. `raised_at` and
     `held_up_by`: when its main thread has raised, of a script that said so, and what it says keeps it from ending.
     """
@@ -109,7 +110,7 @@ class Worker(ABC):
         self.process = process
         self.exit_code: int | None = None
         self.ended_at = self.raised_at = math.inf
-        self.may_leave = False
+        self.may_leave = self.is_given_up = False
         self.killer = self.place = self.held_up_by = ""
 
     @property
@@ -156,7 +157,7 @@ class Worker(ABC):
         if (said := self.said_end()) is not None:
             return said
         if self.exit_code is None:
-            return End.NOT_YET
+            return End.FAILED if self.is_given_up else End.NOT_YET
         if self.may_leave and self.exit_code == 0:
             return End.LEFT
         return End.LOST if self.exit_code < 0 else End.FAILED
