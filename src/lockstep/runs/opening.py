@@ -136,15 +136,15 @@ def _continue(wanted: OpenRequest, held: ExitStack, warn: Tell, locked: Path | N
     from lockstep.runs.saving import compare_config
 
     config = wanted.config
-    found = _find_directory(wanted)
-    needs_new_directory = found is None or (
-        locked is None and wanted.has_run_dir_override and not _is_same(found, config.run_dir)
-    )
-    if found is not None and not needs_new_directory and locked is None:
-        held.enter_context(lock_run(found))  # before the search for the newest checkpoint
+    found = own = _find_directory(wanted)
+    if found is not None and locked is None:
+        if wanted.has_run_dir_override and not _is_same(found, config.run_dir):
+            own = None  # it continues in a new directory
+        else:
+            held.enter_context(lock_run(found))  # before the search for the newest checkpoint
     origin = _find_source(wanted, found, warn)
-    if found is not None and not needs_new_directory:
-        _check_no_newer(found, origin)
+    if own is not None:
+        _check_no_newer(own, origin)
     changes = compare_config(origin.manifest, config)
     try:
         check_changes(changes, wanted.allowed)
@@ -157,17 +157,16 @@ def _continue(wanted: OpenRequest, held: ExitStack, warn: Tell, locked: Path | N
             f"{said} (--resume without a path took {origin.checkpoint}, the newest checkpoint of the last run named "
             f"{wanted.name!r}. For another give its path: --resume RUN.) (LS709)"
         ) from error
-    if found is not None and not needs_new_directory:
-        run_dir = found
-        _rename_broken(found, origin, warn)
+    if own is not None:
+        _rename_broken(own, origin, warn)
     else:
-        run_dir = make_run_directory(config.run_dir, wanted.name)
-        held.enter_context(lock_run(run_dir))
-        own = run_dir / checkpoint_name(origin.manifest.global_step)
-        _copy(origin.checkpoint, own)
-        origin = SourceCheckpoint(run_dir=origin.run_dir, checkpoint=own, manifest=origin.manifest)
-    write_config(run_dir, config)
-    return OpenedRun(run_dir=run_dir, origin=origin, changes=tuple(changes))
+        own = make_run_directory(config.run_dir, wanted.name)
+        held.enter_context(lock_run(own))
+        copy = own / checkpoint_name(origin.manifest.global_step)
+        _copy(origin.checkpoint, copy)
+        origin = replace(origin, checkpoint=copy)
+    write_config(own, config)
+    return OpenedRun(run_dir=own, origin=origin, changes=tuple(changes))
 
 
 def _find_directory(wanted: OpenRequest) -> Path | None:
