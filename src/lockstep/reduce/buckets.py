@@ -83,8 +83,8 @@ class DenseBucket:
         self._num_holders = 0
         self._addresses = [slot.place.data_ptr() for slot in self.slots]
         self._elsewhere: list[Slot] = []
-        self._total: float | None = None
-        """The sum of the gradients that the message holds, where they were multiplied; None elsewhere."""
+        self._is_finite: bool | None = None
+        """Whether the gradients that the message holds are, where they were multiplied; None elsewhere."""
         self.absent: list[int] = []
         self.unused: list[int] = []
         self.num_pending = len(self.slots)
@@ -116,12 +116,12 @@ class DenseBucket:
         for index in self.absent:
             self.slots[index].fill_absent()
         self.count_used()
-        self._total = None
+        self._is_finite = None
         if scale == 1.0:
             return
         if not any(map(_IS_SCALED, self.slots)):
             if self.gradients.is_cpu:
-                self._total = multiply(self.gradients, scale, self.gradients)
+                self._is_finite = multiply(self.gradients, scale, self.gradients)
             else:
                 self.gradients.mul_(scale)
             return
@@ -129,12 +129,12 @@ class DenseBucket:
         if unscaled:
             foreach_mul_(unscaled, scale)
         if self.gradients.is_cpu:
-            scaled = sum([slot.total for slot in self.slots if slot.is_scaled])
-            self._total = scaled + float(sum_for_finite_check(unscaled, self.gradients.device))
+            scaled = all(slot.is_finite for slot in self.slots if slot.is_scaled)
+            self._is_finite = scaled and math.isfinite(sum_for_finite_check(unscaled, self.gradients.device))
 
     def name_nonfinite(self) -> str:
         """Return the name of a gradient in the message, on the CPU, that is not finite; empty if all are (local)."""
-        if math.isfinite(self._total) if self._total is not None else is_finite(self.gradients):
+        if is_finite(self.gradients) if self._is_finite is None else self._is_finite:
             return ""
         return next((slot.name for slot in self.slots if not is_finite(slot.place)), "")
 

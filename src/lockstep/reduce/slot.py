@@ -37,6 +37,7 @@ class Slot:
         "fits",
         "flat",
         "has_arrived",
+        "is_finite",
         "is_scaled",
         "is_shared",
         "is_small",
@@ -48,7 +49,6 @@ class Slot:
         "parameter",
         "place",
         "takes_sparse",
-        "total",
     )
 
     def __init__(
@@ -66,7 +66,7 @@ class Slot:
         self.has_arrived = False
         self.is_unsynced = False
         self.is_scaled = False
-        self.total = 0.0
+        self.is_finite = True
         self.kept: Tensor | None = None
 
     def use_bucket(self) -> None:
@@ -105,7 +105,7 @@ class Slot:
     def take(self, scale: float) -> None:
         """Put a gradient that has just been accumulated in its place, times `scale` if that costs nothing.
 
-        Then `total` is the sum of what is there. [Note: sums for finite checks] in `lockstep.reduce.tensor_bits`.
+        Then `is_finite` says of it, on the CPU, whether it is.
 
         `is` is the right test for a gradient that is there already: accumulation adds in place, and while the place is
         held here, `.grad` hands out the same Python object.
@@ -118,7 +118,7 @@ class Slot:
             return
         self.keep_held()
         if self.place.is_cpu:
-            self.total = multiply(gradient, scale, self.place)
+            self.is_finite = multiply(gradient, scale, self.place)
         else:
             torch.mul(gradient, scale, out=self.place)
         self.parameter.grad = self.place

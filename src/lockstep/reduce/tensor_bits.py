@@ -13,8 +13,7 @@ of the product. Read are the upper bits of the sum: its lower ones do not depend
 
 [Note: sums for finite checks] A sum is finite only if all numbers are. One that is not finite does not prove that a
 number is not, for sums of large numbers overflow. So the caller must then look at each number, and nothing depends on
-what was summed with what. Where gradients are multiplied anyway, the sum costs next to nothing if it is that of a part
-which is still in the processor's cache (`multiply`).
+what was summed with what. Where gradients are multiplied anyway, they are looked at on the way (`multiply`).
 """
 
 import ctypes
@@ -29,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.shm import native
 from lockstep.devices.transfer import is_asynchronous
 from lockstep.torch_private.modules import flatten_dense
 
@@ -48,8 +48,8 @@ _GLANCE_ELEMENTS = 1 << 14
 """Of a larger tensor a glance sees about so many elements."""
 _SMALL_ELEMENTS = 1 << 14
 """Tensors below are put together first: a call of its own would take longer than the copying."""
-_CHUNK_ELEMENTS = 1 << 18
-"""So many elements per thread stay in the processor's cache between two operations, and take longer than the calls."""
+_MULTIPLIED = {torch.float32: 0, torch.float64: 1}
+"""Kinds of numbers that `comm/shm/native/shm.c` multiplies, in one thread, and looks at meanwhile."""
 Whole = TypeVar("Whole", int, Tensor)
 _NUMBERS_SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """What sums of these are kept in, which would overflow soon."""
@@ -215,21 +215,27 @@ def _glance(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)[:: tensor.numel() // _GLANCE_ELEMENTS | 1]
 
 
-@torch.no_grad()
-def multiply(source: Tensor, scale: float, out: Tensor) -> float:
-    """Write `source * scale` to `out`, dense and on the CPU; return the sum (local). [Note: sums for finite checks]."""
-    length = _CHUNK_ELEMENTS * torch.get_num_threads()
-    if out.numel() <= length or source.stride() != out.stride():
-        return float(_sum(_as_real(torch.mul(source, scale, out=out))))
-    total = 0.0
-    for before, after in zip(_in_memory(source).split(length), _in_memory(out).split(length), strict=True):
-        torch.mul(before, scale, out=after)
-        total += float(_sum(_as_real(after)))
-    return total
+def multiply(source: Tensor, scale: float, out: Tensor) -> bool:
+    """Write `source * scale` to `out`, dense and on the CPU; return whether all of it is finite (local)."""
+    library, kind = _library(), _MULTIPLIED.get(out.dtype)
+    if (
+        library is not None
+        and kind is not None
+        and type(source) is Tensor
+        and (source.dtype, source.shape, source.stride()) == (out.dtype, out.shape, out.stride())
+        and not source.is_neg()
+        and (address := source.data_ptr())  # none: zeros that are nowhere
+        and torch.get_num_threads() == 1
+    ):
+        return bool(library.lockstep_multiply(out.data_ptr(), address, scale, out.numel(), kind))
+    with torch.no_grad():
+        torch.mul(source, scale, out=out)
+    return is_finite(out)
 
 
-def _in_memory(tensor: Tensor) -> Tensor:
-    return tensor.as_strided((tensor.numel(),), (1,))
+@cache
+def _library() -> ctypes.CDLL | None:
+    return None if native.why_not() else native.load()
 
 
 @torch.no_grad()

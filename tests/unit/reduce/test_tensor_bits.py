@@ -1,7 +1,7 @@
 """Numbers for the bits of tensors: what they must tell apart."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -162,17 +162,33 @@ def test_one_number_that_is_not_finite_is_found(dtype: torch.dtype, bad: float) 
     assert not is_finite(values.to_sparse())
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (300_001,)])
-def test_multiplying_in_parts_gives_the_same_bits_and_a_sum_of_all(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_multiplying_has_the_bits_of_torch_and_sees_what_is_not_finite(
+    dtype: torch.dtype, shape: tuple[int, ...], num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
     values = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for source in (values, values.mT if len(shape) > 1 else values):
-        out = torch.empty_like(source)
-        assert math.isfinite(multiply(source, 1 / 3, out))
-        assert torch.equal(out, source * (1 / 3))
-        if source.numel():
-            out.as_strided((1,), (1,)).fill_(math.nan)
-            assert math.isnan(multiply(out, 0.5, out))
+    transposed = values.mT if len(shape) > 1 else values
+    negative = torch.complex(values, -values).conj().imag if dtype is torch.float32 else values  # the sign is a flag
+    for source in (values, transposed, negative):
+        for out in (torch.empty_like(source), torch.empty(source.shape, dtype=dtype)):
+            assert multiply(source, 1 / 3, out)
+            assert torch.equal(out, source * (1 / 3))
+            if source.numel():
+                out.as_strided((1,), (1,)).fill_(math.nan)
+                assert not multiply(out, 0.5, out)
+    assert multiply(torch._efficientzerotensor(shape, dtype=dtype), 0.5, torch.ones(shape, dtype=dtype))
 
 
 # -- The sum by which numbers that are not finite are found ------------------------------------------------------------

@@ -131,3 +131,25 @@ def test_a_reduction_may_have_any_number_of_parts(library: ctypes.CDLL) -> None:
     # A fixed number of places on the stack would be written beyond, by a group of many shards.
     parts = [torch.full((3,), 1.0) for _ in range(5000)]
     check(library, parts, [0] * 5001, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_multiplications_have_the_bits_of_torch_and_see_what_is_not_finite(
+    library: ctypes.CDLL, dtype: torch.dtype
+) -> None:
+    for length in (*range(41), 1 << 14):
+        drawn = patterns(dtype, length, length)
+        for factor, numbers in ((1 / 3, drawn), (1 / 2, drawn.nan_to_num(1.0)), (2.0, drawn.nan_to_num(1.0))):
+            expected = numbers * factor
+            for shift, is_aliased in ((0, False), (length % 7, False), (length % 5, True)):
+                memory, source = place(numbers, shift)
+                kept, out = (memory, source) if is_aliased else place(torch.zeros_like(numbers), shift)
+                before = kept.raw
+                is_finite = library.lockstep_multiply(out, source, factor, length, KINDS[dtype])
+                found = torch.empty_like(numbers)
+                ctypes.memmove(found.data_ptr(), out, found.nbytes)
+                assert_same_bits(found, expected)
+                assert bool(is_finite) == bool(expected.isfinite().all())
+                start = out - ctypes.addressof(kept)
+                assert kept.raw[:start] == before[:start]
+                assert kept.raw[start + found.nbytes :] == before[start + found.nbytes :]

@@ -217,6 +217,45 @@ static Add *const PLAIN[NUM_KINDS] = LIST(plain, NULL);
 static Add *const *additions(void) { return PLAIN; }
 #endif
 
+/* -- Multiplying ------------------------------------------------------------------------------------------------------- */
+
+/* With the bits of torch.mul. The output may be the input. Return whether all products are finite: looking at them while
+ * they are in registers costs nothing beside the memory. */
+#define MULTIPLICATION(target, name, type, word, infinity)                                                             \
+    target static int name(void *out, const void *in, type factor, int64_t count)                                     \
+    {                                                                                                                  \
+        typedef type __attribute__((aligned(1), may_alias)) Element;                                                   \
+        Element *o = out;                                                                                              \
+        const Element *i = in;                                                                                         \
+        word largest = 0; /* of the magnitudes, which are in the order of their bits */                                \
+        ELEMENTWISE for (int64_t at = 0; at < count; at++) {                                                           \
+            union { type value; word bits; } product = {.value = i[at] * factor};                                      \
+            word magnitude = product.bits & (word)(infinity | (infinity - 1));                                         \
+            largest = magnitude > largest ? magnitude : largest;                                                       \
+            o[at] = product.value;                                                                                     \
+        }                                                                                                              \
+        return largest < infinity;                                                                                     \
+    }
+#define MULTIPLICATIONS(target, suffix)                                                                                \
+    MULTIPLICATION(target, multiply_float32_##suffix, float, int32_t, 0x7f800000)                                      \
+    MULTIPLICATION(target, multiply_float64_##suffix, double, int64_t, 0x7ff0000000000000)
+
+MULTIPLICATIONS(, plain)
+#if defined(__x86_64__)
+MULTIPLICATIONS(AVX2, avx2)
+#else
+#define multiply_float32_avx2 multiply_float32_plain
+#define multiply_float64_avx2 multiply_float64_plain
+#endif
+
+EXPORT int lockstep_multiply(void *out, const void *in, double factor, int64_t count, int64_t kind)
+{
+    int is_fast = additions() != PLAIN;
+    if (kind == FLOAT64)
+        return (is_fast ? multiply_float64_avx2 : multiply_float64_plain)(out, in, factor, count);
+    return (is_fast ? multiply_float32_avx2 : multiply_float32_plain)(out, in, (float)factor, count);
+}
+
 /* Whether tensors of a kind are added here. */
 EXPORT int lockstep_adds(int64_t kind) { return kind >= 0 && kind < NUM_KINDS && additions()[kind] != NULL; }
 
