@@ -294,10 +294,11 @@ def _judge(fault: Fault, lines: Sequence[tuple[float, str]], happened: float) ->
     source = _SOURCE.read_text(encoding="utf-8").splitlines()
     place, _, function = fault.what.partition(":")
     wanted = _lines_of(source, function or place)
+    rank = r"\d" if ("FAULTY_RANK", "-1") in fault.variables else str(fault.rank)  # of all, any one is right
     text, named, lined, caused, seconds, who = "", not fault.names_rank, not fault.has_line, False, None, ""
     for moment, line in lines:
         text += line
-        named = named or re.search(rf"\b[Rr]ank(s)? (\d, )*{fault.rank}\b|[Ww]orker {fault.rank}\b", line) is not None
+        named = named or re.search(rf"\b[Rr]ank(s)? (\d, )*{rank}\b|[Ww]orker {rank}\b", line) is not None
         found = [int(number) for number in re.findall(r"faulty\.py(?:\", line |:)(\d+)", line)]
         lined = lined or (any(number in wanted for number in found) if function else bool(found))
         caused = caused or re.search(fault.cause, line) is not None
