@@ -250,13 +250,13 @@ def data_are_in_another_order_on_each_rank(rank: int, wrap: Wrap):
     return epochs_over(TensorDataset(inputs[order], labels[order]), rank, wrap)
 
 
-@mistake(r"samplers.*indices", right=None)
+@mistake(r"different parts of the data.*indices", right=None)
 def each_rank_splits_the_data_with_its_own_seed(rank: int, wrap: Wrap):
     part, _ = random_split(dataset(40), [32, 8], torch.Generator().manual_seed(rank))
     return epochs_over(part, rank, wrap)
 
 
-@mistake(r"samplers.*num_samples", right=None)
+@mistake(r"samplers.*the length of the data, is 34 and 36", right=None)
 def files_are_missing_on_one_rank(rank: int, wrap: Wrap):
     return epochs_over(dataset(36 - 2 * rank), rank, wrap)
 

@@ -102,9 +102,7 @@ class ScriptSource:
 
     def is_call_of(self, node: ast.AST, *names: str) -> bool:
         """Return whether a node is a call of a function or class whose name ends in one of `names`."""
-        if not isinstance(node, ast.Call):
-            return False
-        return self.full_name(node.func).rpartition(".")[2] in names
+        return isinstance(node, ast.Call) and self.full_name(node.func).rpartition(".")[2] in names
 
     def values_of(self, node: ast.expr, depth: int = 3) -> list[ast.expr]:
         """Return the expressions that an expression may stand for: itself, or what is assigned to its name."""

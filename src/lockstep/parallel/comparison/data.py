@@ -384,8 +384,9 @@ class DataSamplers(Check):
         for rank, described in others_than_first(found):
             for (here, items), (there, first_items) in zip(described, found[0], strict=True):
                 if here != there:
+                    how = describe_differences(here, there).replace("total_size", "total_size, the length of the data,")
                     return ReductionError(
-                        f"The DistributedSamplers of ranks {rank} and 0 differ: {describe_differences(here, there)}. "
+                        f"The DistributedSamplers of ranks {rank} and 0 differ: {how}. "
                         "So some samples would be seen by several ranks, and others by none, or a rank is ahead of the "
                         "other by batches that it has skipped or not had. Make samplers alike on every rank, and call "
                         f"set_epoch with the same number on all. {SWITCH} (LS317)",
