@@ -123,6 +123,6 @@ def test_the_steps_are_those_of_the_run(tmp_path: Path) -> None:
     with importable("verified", MODULE, tmp_path):
         trained = fit_to_the_end(tmp_path / "run", VALUES)
         config = parse_config(VALUES, "config")
-        found = run_steps(config, torch.device("cpu"), 5, tmp_path, is_first=True)
+        found = run_steps(config, torch.device("cpu"), 4, tmp_path, is_first=True)
     assert found.digests[3] == trained.digest
-    assert len(set(found.digests[:4])) == 4
+    assert len(set(found.digests)) == 4
