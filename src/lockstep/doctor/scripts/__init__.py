@@ -5,7 +5,7 @@ works and is seldom meant. A rule reports only what it sees in the file: what co
 argument, counts as right.
 """
 
-from lockstep.doctor.scripts.findings import Level, ScriptFinding
 from lockstep.doctor.scripts.rules import check_source
+from lockstep.doctor.scripts.source import Level, ScriptFinding
 
 __all__ = ["Level", "ScriptFinding", "check_source"]

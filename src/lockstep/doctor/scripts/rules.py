@@ -5,24 +5,22 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from lockstep.doctor.scripts.findings import Level, ScriptFinding, finding
 from lockstep.doctor.scripts.source import (
     WRAPPERS,
+    Level,
+    ScriptFinding,
     ScriptSource,
     argument,
-    given_for,
+    finding,
     has_backward,
     has_group,
     has_unknown_arguments,
-    is_collective,
     keyword,
     last_name,
     names_in,
-    names_of,
     owner,
-    trained_names,
+    parts,
     with_keyword,
-    wrapped_names,
 )
 from lockstep.doctor.scripts.training import TRAINING_RULES, uses_trainer
 
@@ -59,7 +57,7 @@ def _is_parallel(source: ScriptSource) -> bool:
 
 
 def _check_loaders(source: ScriptSource) -> Iterator[ScriptFinding]:
-    trained = trained_names(source)
+    trained = source.trained_names()
     for call in source.calls:
         if source.is_call_of(call, "DataLoader") and not has_unknown_arguments(call):
             yield from _check_sampler(source, call, trained)
@@ -72,7 +70,7 @@ def _check_sampler(source: ScriptSource, call: ast.Call, trained: set[str]) -> I
         return
     shuffle = argument(call, "shuffle", _LOADER_SHUFFLE)
     shuffles = isinstance(shuffle, ast.Constant) and shuffle.value is True
-    names = names_of(source, call)
+    names = source.names_of(call)
     dataset = call.args[0] if call.args else keyword(call, "dataset")
     if dataset is None or _differs_between_ranks(source, dataset):
         return
@@ -92,12 +90,10 @@ def _check_sampler(source: ScriptSource, call: ast.Call, trained: set[str]) -> I
 
 def _is_prepared(source: ScriptSource, call: ast.Call) -> bool:
     """Return whether another library gives loaders their samplers."""
-    names = names_of(source, call)
+    names = source.names_of(call)
     for other in source.calls:
-        if last_name(other.func) in _PREPARING:
-            inside = {last_name(each) for each in ast.walk(other) if isinstance(each, ast.Name | ast.Attribute)}
-            if names & inside or call in ast.walk(other):
-                return True
+        if last_name(other.func) in _PREPARING and (names & names_in(other) or call in ast.walk(other)):
+            return True
     return False
 
 
@@ -107,10 +103,9 @@ def _differs_between_ranks(source: ScriptSource, dataset: ast.expr) -> bool:
         if source.mentions_rank(value) or "split_dataset_by_node" in ast.unparse(value):
             return True
         if isinstance(value, ast.Call):
-            name = last_name(value.func)
-            classes = [node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef) and node.name == name]
-            for node in classes:
-                if any("Iterable" in ast.unparse(base) for base in node.bases) or source.mentions_rank(node):
+            for node in source.parts(ast.ClassDef):
+                is_streamed = any("Iterable" in ast.unparse(base) for base in node.bases)
+                if node.name == last_name(value.func) and (is_streamed or source.mentions_rank(node)):
                     return True
     return False
 
@@ -120,19 +115,19 @@ def _check_batch_size(source: ScriptSource, call: ast.Call) -> Iterator[ScriptFi
     if size is None or not isinstance(size, ast.Name | ast.Attribute):
         return
     name = last_name(size)
-    divided = any(isinstance(each, ast.BinOp) for value in source.values_of(size) for each in ast.walk(value))
+    divided = any(parts(value, ast.BinOp) for value in source.values_of(size))
     if re.search(r"global|total|effective", name, re.IGNORECASE) and not divided:
         mended = with_keyword(call, batch_size=f"{ast.unparse(size)} // world_size")
         yield finding("batch-size", size, mended, naming=name)
 
 
 def _check_evaluation(source: ScriptSource) -> Iterator[ScriptFinding]:
-    evaluated = _evaluated_names(source) - trained_names(source)
+    evaluated = _evaluated_names(source) - source.trained_names()
     for call in source.calls:
         if not source.is_call_of(call, "DataLoader"):
             continue
         sampler = argument(call, "sampler", _LOADER_SAMPLER)
-        if sampler is None or not names_of(source, call) & evaluated:
+        if sampler is None or not source.names_of(call) & evaluated:
             continue
         for value in source.values_of(sampler):
             if isinstance(value, ast.Call) and source.is_call_of(value, "DistributedSampler"):
@@ -146,14 +141,14 @@ def _check_evaluation(source: ScriptSource) -> Iterator[ScriptFinding]:
 
 def _evaluated_names(source: ScriptSource) -> set[str]:
     found: set[str] = set()
-    for loop in ast.walk(source.tree):
-        if not isinstance(loop, ast.For) or has_backward(loop):
+    for loop in source.parts(ast.For):
+        if has_backward(loop):
             continue
         function = source.function_of(loop)
         evaluates = re.search(r"\.eval\(\)", ast.unparse(function)) and not has_backward(function)
         if evaluates or any(map(source.has_no_gradients, ast.walk(loop))):
             for name in names_in(loop.iter):
-                found |= given_for(source, function, name)
+                found |= source.given_for(function, name)
     return found - {""}
 
 
@@ -162,7 +157,7 @@ def _evaluated_names(source: ScriptSource) -> set[str]:
 
 def _check_collectives(source: ScriptSource) -> Iterator[ScriptFinding]:
     alone = [
-        call for call in source.calls if is_collective(source, call) and not has_group(call) and _is_alone(source, call)
+        call for call in source.calls if source.is_collective(call) and not has_group(call) and _is_alone(source, call)
     ]
     barriers = [call for call in alone if last_name(call.func) == "barrier"]
     if len(barriers) == 2:  # noqa: PLR2004 - one for rank 0 and one for the others, around what rank 0 does first
@@ -177,25 +172,20 @@ def _is_alone(source: ScriptSource, call: ast.Call) -> bool:
     name = last_name(call.func)
     for condition, is_in_body in source.guards(call):
         other = condition.orelse if is_in_body else condition.body
-        if not any(
-            isinstance(each, ast.Call) and last_name(each.func) == name for part in other for each in ast.walk(part)
-        ):
+        if not any(last_name(each.func) == name for part in other for each in parts(part, ast.Call)):
             return True
     return bool(source.early_exits(call)) and not source.guards(call)
 
 
 def _check_skipped_steps(source: ScriptSource) -> Iterator[ScriptFinding]:
-    for loop in ast.walk(source.tree):
-        if not isinstance(loop, ast.For):
-            continue
-        calls = [each for each in ast.walk(loop) if isinstance(each, ast.Call)]
+    for loop in source.parts(ast.For):
+        calls = parts(loop, ast.Call)
         backward = [call.lineno for call in calls if last_name(call.func) == "backward"]
-        if not backward or any(is_collective(source, call) for call in calls):
+        if not backward or any(source.is_collective(call) for call in calls):
             continue
-        for condition in ast.walk(loop):
+        for condition in parts(loop, ast.If):
             if (
-                isinstance(condition, ast.If)
-                and condition.lineno < max(backward)
+                condition.lineno < max(backward)
                 and re.search(r"isnan|isinf|isfinite", ast.unparse(condition.test))
                 and isinstance(condition.body[-1], ast.Continue | ast.Break)
             ):
@@ -224,7 +214,7 @@ def _has_parameter_guard(source: ScriptSource, call: ast.Call) -> bool:
 
 
 def _check_printing(source: ScriptSource) -> Iterator[ScriptFinding]:
-    reduces = any(is_collective(source, each) and last_name(each.func) != "barrier" for each in source.calls)
+    reduces = any(source.is_collective(each) and last_name(each.func) != "barrier" for each in source.calls)
     for call in source.calls:
         # `force` is of a `print` that prints on one rank alone, which references of torchvision and DETR put into
         # builtins: it prints on all ranks, as is meant.
@@ -243,19 +233,18 @@ def _check_printing(source: ScriptSource) -> Iterator[ScriptFinding]:
 def _replaces_print(source: ScriptSource) -> bool:
     names = {last_name(call.func) for call in source.calls}
     return bool(names & {"setup_for_distributed", "init_distributed_mode"}) or any(
-        isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and source.full_name(node) in _PRINTS
-        for node in ast.walk(source.tree)
+        isinstance(node.ctx, ast.Store) and source.full_name(node) in _PRINTS for node in source.parts(ast.Attribute)
     )
 
 
 def _check_names_in_checkpoints(source: ScriptSource) -> Iterator[ScriptFinding]:
-    wrapped = wrapped_names(source)
+    wrapped = source.wrapped_names()
     saved = [
         each
         for call in source.calls
         if source.full_name(call.func) == "torch.save" and call.args
-        for each in ast.walk(call.args[0])
-        if isinstance(each, ast.Call) and last_name(each.func) == "state_dict" and owner(each) in wrapped
+        for each in parts(call.args[0], ast.Call)
+        if last_name(each.func) == "state_dict" and owner(each) in wrapped
     ]
     models = [
         call
@@ -333,18 +322,16 @@ def _check_map_location(source: ScriptSource, call: ast.Call) -> Iterator[Script
         keyword(each, "map_location") is not None or len(each.args) > 1 or has_unknown_arguments(each)
         for each in [call, *same]
     )
-    uses_cuda = any(
-        (isinstance(node, ast.Attribute) and node.attr == "cuda")
-        or (isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda"))
-        for node in ast.walk(source.tree)
+    uses_cuda = any(node.attr == "cuda" for node in source.parts(ast.Attribute)) or any(
+        isinstance(node.value, str) and node.value.startswith("cuda") for node in source.parts(ast.Constant)
     )
     if not has_location and uses_cuda and not source.is_guarded(call):
         yield finding("map-location", call, with_keyword(call, map_location='"cpu"'))
 
 
 def _check_port(source: ScriptSource) -> Iterator[ScriptFinding]:
-    for node in ast.walk(source.tree):
-        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)):
+    for node in source.parts(ast.Assign):
+        if not isinstance(node.value, ast.Constant):
             continue
         tests = [ast.unparse(each.test) for each in source.ancestors(node) if isinstance(each, ast.If)]
         is_port = ast.unparse(node.targets[0]).endswith("['MASTER_PORT']")

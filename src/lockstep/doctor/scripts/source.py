@@ -4,9 +4,11 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 _RANK: Final = re.compile(
     r"(^|_)(rank|is_main|is_master|is_chief|main_process|master|gpu_id|gpu|worker_id|process_index|global_zero)(_|$)|rank$",
@@ -45,6 +47,9 @@ _KNOWN_CALLS: Final[Mapping[str, Callable[[Any], Any]]] = {
 }
 
 
+_Node = TypeVar("_Node", bound=ast.AST)
+
+
 @final
 class ScriptSource:
     def __init__(self, text: str) -> None:
@@ -54,6 +59,10 @@ class ScriptSource:
         for node in ast.walk(self.tree):
             for child in ast.iter_child_nodes(node):
                 self._parents[child] = node
+
+    def parts(self, *kinds: type[_Node]) -> list[_Node]:
+        """Return the nodes of these kinds, anywhere in the file."""
+        return parts(self.tree, *kinds)
 
     @cached_property
     def imported(self) -> dict[str, str]:
@@ -72,8 +81,7 @@ class ScriptSource:
     @cached_property
     def calls(self) -> list[ast.Call]:
         """All calls, in the order of their lines."""
-        found = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+        return sorted(self.parts(ast.Call), key=lambda call: (call.lineno, call.col_offset))
 
     @cached_property
     def assigned(self) -> dict[str, list[ast.expr]]:
@@ -261,13 +269,56 @@ class ScriptSource:
         decorators = getattr(self.function_of(node), "decorator_list", [])
         return bool(re.search(r"no_grad|inference_mode", " ".join(map(ast.unparse, [*around, *decorators]))))
 
+    def names_of(self, call: ast.Call) -> set[str]:
+        """Return the names to which a call's result is assigned."""
+        for each in self.ancestors(call):
+            if isinstance(each, ast.Assign):
+                return {last_name(target) for target in each.targets} - {""}
+            if isinstance(each, ast.For) and each.iter is call:
+                return {f"loop {each.lineno}"}
+            if isinstance(each, ast.stmt):
+                break
+        return set()
+
+    def trained_names(self) -> set[str]:
+        """Return the names of what is looped over in loops with a backward, and of loops over a call."""
+        found: set[str] = set()
+        for loop in filter(has_backward, self.parts(ast.For)):
+            found |= {f"loop {loop.lineno}", *names_in(loop.iter)}
+        return found - {""}
+
+    def given_for(self, function: ast.AST | None, name: str) -> set[str]:
+        """Return the names that calls in this file give for a parameter of a function; itself if it is none."""
+        if not isinstance(function, ast.FunctionDef):
+            return {name}
+        parameters = [each.arg for each in function.args.args]
+        if name not in parameters:
+            return {name}
+        place = parameters.index(name)
+        calls = [call for call in self.calls if isinstance(call.func, ast.Name) and call.func.id == function.name]
+        given = [argument(call, name, place) for call in calls]
+        return {last_name(each) for each in given if isinstance(each, ast.Name | ast.Attribute)} or {name}
+
+    def is_collective(self, call: ast.Call) -> bool:
+        name = self.full_name(call.func)
+        owner, _, last = name.rpartition(".")
+        return last in _COLLECTIVES and (owner.endswith("distributed") or owner in {"dist", "c10d"})
+
+    def wrapped_names(self) -> dict[str, list[ast.expr]]:
+        """Return the names to which a wrapper was assigned, with the calls that made it."""
+        made = {
+            name: [value for value in values if self.is_call_of(value, *WRAPPERS)]
+            for name, values in self.assigned.items()
+        }
+        return {name: calls for name, calls in made.items() if calls}
+
     def line(self, node: ast.AST) -> str:
         """Return the first line of a node as it stands in the script, without indentation."""
         return self.lines[getattr(node, "lineno", 1) - 1].strip()
 
 
 def has_backward(loop: ast.AST) -> bool:
-    return any(isinstance(each, ast.Call) and last_name(each.func) == "backward" for each in ast.walk(loop))
+    return any(last_name(each.func) == "backward" for each in parts(loop, ast.Call))
 
 
 def last_name(node: ast.expr) -> str:
@@ -279,7 +330,12 @@ def last_name(node: ast.expr) -> str:
 
 def names_in(node: ast.AST) -> set[str]:
     """Return the names in an expression, of attributes too."""
-    return {last_name(each) for each in ast.walk(node) if isinstance(each, ast.Name | ast.Attribute)}
+    return {last_name(each) for each in parts(node, ast.Name, ast.Attribute)}
+
+
+def parts(node: ast.AST, *kinds: type[_Node]) -> list[_Node]:
+    """Return a node and the nodes in it that are of these kinds."""
+    return [each for each in ast.walk(node) if isinstance(each, kinds)]
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
@@ -304,47 +360,6 @@ def argument(call: ast.Call, name: str, place: int) -> ast.expr | None:
     return call.args[place] if found is None and len(call.args) > place else found
 
 
-def names_of(source: ScriptSource, call: ast.Call) -> set[str]:
-    """Return the names to which a call's result is assigned."""
-    for each in source.ancestors(call):
-        if isinstance(each, ast.Assign):
-            return {last_name(target) for target in each.targets} - {""}
-        if isinstance(each, ast.For) and each.iter is call:
-            return {f"loop {each.lineno}"}
-        if isinstance(each, ast.stmt):
-            break
-    return set()
-
-
-def trained_names(source: ScriptSource) -> set[str]:
-    """Return the names of what is looped over in loops with a backward, and of loops over a call."""
-    found: set[str] = set()
-    for loop in ast.walk(source.tree):
-        if isinstance(loop, ast.For) and has_backward(loop):
-            found.add(f"loop {loop.lineno}")
-            found.update(last_name(each) for each in ast.walk(loop.iter) if isinstance(each, ast.Name | ast.Attribute))
-    return found - {""}
-
-
-def given_for(source: ScriptSource, function: ast.AST | None, name: str) -> set[str]:
-    """Return the names that calls in this file give for a parameter of a function; the name itself if it is none."""
-    if not isinstance(function, ast.FunctionDef):
-        return {name}
-    parameters = [each.arg for each in function.args.args]
-    if name not in parameters:
-        return {name}
-    place = parameters.index(name)
-    calls = [call for call in source.calls if isinstance(call.func, ast.Name) and call.func.id == function.name]
-    given = [argument(call, name, place) for call in calls]
-    return {last_name(each) for each in given if isinstance(each, ast.Name | ast.Attribute)} or {name}
-
-
-def is_collective(source: ScriptSource, call: ast.Call) -> bool:
-    name = source.full_name(call.func)
-    owner, _, last = name.rpartition(".")
-    return last in _COLLECTIVES and (owner.endswith("distributed") or owner in {"dist", "c10d"})
-
-
 def has_group(call: ast.Call) -> bool:
     """Return whether a call is one of a group of its own, whose ranks are not known here."""
     return keyword(call, "group") is not None or any("group" in ast.unparse(each) for each in call.args)
@@ -352,15 +367,6 @@ def has_group(call: ast.Call) -> bool:
 
 def owner(call: ast.Call) -> str:
     return last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-
-
-def wrapped_names(source: ScriptSource) -> dict[str, list[ast.expr]]:
-    """Return the names to which a wrapper was assigned, with the calls that made it."""
-    made = {
-        name: [value for value in values if source.is_call_of(value, *WRAPPERS)]
-        for name, values in source.assigned.items()
-    }
-    return {name: calls for name, calls in made.items() if calls}
 
 
 def _note(found: dict[str, list[ast.expr]], target: ast.expr, value: ast.expr | None) -> None:
@@ -374,3 +380,73 @@ def _note(found: dict[str, list[ast.expr]], target: ast.expr, value: ast.expr | 
             _note(found, each, one)
     elif name := last_name(target):
         found.setdefault(name, []).append(value)
+
+
+# -- What rules report -------------------------------------------------------------------------------------------------
+
+
+class Level(Enum):
+    MISTAKE = "mistake"
+    """It trains something else than meant, fails, or waits for ever."""
+    NOTE = "note"
+    """It works, and is seldom meant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptFinding:
+    rule: str
+    level: Level
+    line: int
+    text: str
+    mended: str
+    """The line as it should be, or the line to add."""
+
+
+_MISTAKES: Final = {
+    "batch-size": "A DataLoader's batch size is that of one rank, and {} says that it is that of all.",
+    "collective-on-some-ranks": (
+        "Only some ranks call {} here: they wait for ever, or take the others' next call for it."
+    ),
+    "device-ids": "{}",
+    "gradients-divided": "The wrapper has averaged these gradients: divided by the number of ranks they are too small.",
+    "gradients-summed": "The wrapper has averaged these gradients: their sum is too large by the number of ranks.",
+    "loss-divided": "The wrapper averages over the ranks: a loss that is divided by their number is too small.",
+    "map-location": "Tensors that were saved from a GPU are loaded onto the same GPU, by every rank.",
+    "module-in-names": 'The saved names begin with "module.": a model that is not wrapped does not load them.',
+    "norm-summed": "The gradients are the same on all ranks, and so is their norm: the sum of all is too large.",
+    "no-sampler": (
+        "Every rank reads all samples: an epoch is not divided over the ranks, and takes as long as with one."
+    ),
+    "one-device": "Every rank uses device {}.",
+    "own-split": (
+        "Each rank draws its own order here, so the parts overlap: one rank trains on what another one evaluates."
+    ),
+    "resumed-epoch": "After a resume the samples of the first epoch come in the order of another one.",
+    "same-epoch": "set_epoch always gets the same number: the samples come in the same order in every epoch.",
+    "saved-by-all": "Every rank writes this file: they write over each other, and a reader may find half of one.",
+    "set-epoch": "set_epoch is never called: the samples come in the same order in every epoch.",
+    "step-left-out": "A rank whose loss is not finite leaves the backward out, for which the others wait.",
+}
+_NOTES: Final = {
+    "fixed-port": "A second job on this host takes the same port, and one of them ends with an error.",
+    "inner-module": "A forward through .module: torch's wrapper averages no gradients then (Lockstep's does).",
+    "loss-of-one-rank": "This is the loss of one rank's samples, not the mean over all ranks.",
+    "one-seed": (
+        "All ranks draw the same random numbers (line {}), so their samples get the same noise, masks or augmentation."
+    ),
+    "own-folder": "Each rank has a time of its own, so they write to different folders.",
+    "padded-evaluation": "Where the samples do not divide by the ranks, some are counted twice in this evaluation.",
+    "printed-by-all": "Every rank prints this line.",
+    "weighted-mean": (
+        "Each rank divides by the class weights of its own targets, and the mean of these means is not that over all."
+    ),
+}
+
+
+def finding(
+    rule: str, node: ast.expr | ast.stmt, mended: str, *, naming: str = "", level: Level | None = None
+) -> ScriptFinding:
+    """Return what a rule has found at a node; `naming` is what its text names, `level` replaces the rule's own."""
+    text = {**_MISTAKES, **_NOTES}[rule].format(naming)
+    usual = Level.MISTAKE if rule in _MISTAKES else Level.NOTE
+    return ScriptFinding(rule=rule, level=level or usual, line=node.lineno, text=text, mended=mended)

@@ -5,22 +5,20 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from lockstep.doctor.scripts.findings import ScriptFinding, finding
 from lockstep.doctor.scripts.source import (
+    ScriptFinding,
     ScriptSource,
     argument,
-    given_for,
+    finding,
     has_backward,
     has_group,
     has_unknown_arguments,
-    is_collective,
     keyword,
     last_name,
     names_in,
-    names_of,
     owner,
+    parts,
     with_keyword,
-    wrapped_names,
 )
 
 _MASKING: Final = re.compile(
@@ -89,7 +87,7 @@ def _check_set_epoch(source: ScriptSource) -> Iterator[ScriptFinding]:
     if loop is None or not (calls or samplers):
         return
     if not calls:
-        name = next(iter(names_of(source, samplers[0])), "loader.sampler")
+        name = next(iter(source.names_of(samplers[0])), "loader.sampler")
         given = next(source.ancestors(samplers[0]))
         name = f"{name}.{given.arg}" if isinstance(given, ast.keyword) else name  # of a DataLoader
         number = loop.target if isinstance(loop, ast.For) else loop.test
@@ -109,8 +107,8 @@ def _values_given(source: ScriptSource, name: str) -> list[ast.expr]:
 
 def _shuffling_samplers(source: ScriptSource) -> list[ast.Call]:
     """Return the calls that make a sampler whose order depends on the epoch that it is told."""
-    classes = [each for each in ast.walk(source.tree) if isinstance(each, ast.ClassDef)]
-    texts = {each.name: ast.unparse(each) for each in classes if "Sampler" in " ".join(map(last_name, each.bases))}
+    classes = [each for each in source.parts(ast.ClassDef) if "Sampler" in " ".join(map(last_name, each.bases))]
+    texts = {each.name: ast.unparse(each) for each in classes}
     told = {name: text for name, text in texts.items() if re.search(r"def set_epoch|\bDistributedSampler\b", text)}
     kinds = ["DistributedSampler", *(name for name, text in told.items() if not _COUNTING.search(text))]
     return [
@@ -125,8 +123,8 @@ def _shuffling_samplers(source: ScriptSource) -> list[ast.Call]:
 
 def _is_passed_on(source: ScriptSource, sampler: ast.Call) -> bool:
     """Return whether a sampler is given to a function of another file, which may call set_epoch."""
-    names = names_of(source, sampler)
-    defined = {node.name for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names = source.names_of(sampler)
+    defined = {each.name for each in source.parts(ast.stmt) if isinstance(each, ast.FunctionDef | ast.ClassDef)}
     for call in source.calls:
         given = [*call.args, *(each.value for each in call.keywords)]
         if last_name(call.func) not in defined | _LOOKING and any(last_name(each) in names for each in given):
@@ -144,7 +142,7 @@ def _is_made_for_epoch(source: ScriptSource, sampler: ast.Call, loop: ast.For | 
 
 
 def _epoch_loop(source: ScriptSource) -> ast.For | ast.While | None:
-    for node in ast.walk(source.tree):
+    for node in source.parts(ast.While, ast.For):
         if (
             isinstance(node, ast.While)
             and isinstance(node.test, ast.Compare)
@@ -164,11 +162,11 @@ def _epoch_loop(source: ScriptSource) -> ast.For | ast.While | None:
 def _changes(source: ScriptSource, call: ast.Call) -> bool:
     """Return whether the number that `set_epoch` is given may be another one in the next call."""
     value, function = call.args[0], source.function_of(call)
-    parameters = {each.arg for node in ast.walk(function) if isinstance(node, ast.arguments) for each in node.args}
+    parameters = {each.arg for node in parts(function, ast.arguments) for each in node.args}
     names = names_in(value)
-    if names & (parameters - {"self"}) or any(isinstance(each, ast.Call) for each in ast.walk(value)):
+    if names & (parameters - {"self"}) or parts(value, ast.Call):
         return True
-    for node in ast.walk(source.tree):
+    for node in source.parts(ast.expr):
         if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Store):
             continue
         is_elsewhere = isinstance(node, ast.Attribute) and source.function_of(node) is not function
@@ -195,7 +193,7 @@ def _check_resumed_epoch(source: ScriptSource, loop: ast.For, calls: list[ast.Ca
         return
     if before:
         return
-    loops = [each for each in ast.walk(function) if isinstance(each, ast.For) and has_backward(each)]
+    loops = list(filter(has_backward, parts(function, ast.For)))
     again = {name for each in loops if loop in source.ancestors(each) for name in names_in(each.iter)} - {"enumerate"}
     for rest in loops:  # what is left of the interrupted epoch
         if rest.lineno < loop.lineno and again & names_in(rest.iter):
@@ -216,9 +214,9 @@ def _check_resumed_epoch(source: ScriptSource, loop: ast.For, calls: list[ast.Ca
 
 def _trains(source: ScriptSource, statement: ast.AST) -> bool:
     """Return whether a statement runs backwards, itself or in a function of this file."""
-    calls = [each for each in ast.walk(statement) if isinstance(each, ast.Call)]
+    calls = parts(statement, ast.Call)
     called = {last_name(each.func) for each in calls if isinstance(each.func, ast.Name) or owner(each) == "self"}
-    functions = [each for each in ast.walk(source.tree) if isinstance(each, ast.FunctionDef) and each.name in called]
+    functions = [each for each in source.parts(ast.FunctionDef) if each.name in called]
     return any(map(has_backward, [statement, *functions]))
 
 
@@ -308,11 +306,8 @@ def _may_differ(source: ScriptSource, seed: ast.Call) -> bool:
     """Return whether a generator's seed may be another one on each rank, or for each sample."""
     function = source.function_of(seed)
     own = {each.arg for each in function.args.args} if isinstance(function, ast.FunctionDef) else set()
-    calls = any(isinstance(each, ast.Call) for part in seed.args for each in ast.walk(part))
-    is_given = any(names_in(part) & own for part in seed.args)
     return (
-        calls
-        or is_given
+        any(parts(each, ast.Call) or names_in(each) & own for each in seed.args)
         or any(map(source.mentions_rank, seed.args))
         or _OF_A_SAMPLE.search(_function_name(source, seed)) is not None
     )
@@ -320,7 +315,7 @@ def _may_differ(source: ScriptSource, seed: ast.Call) -> bool:
 
 def _is_for_samples(source: ScriptSource, call: ast.Call) -> bool:
     """Return whether a call draws in what makes a sample, or many numbers in the loop that trains."""
-    if _is_cut(source, call, names_of(source, call)) or _is_for_parameters(source, call):
+    if _is_cut(source, call, source.names_of(call)) or _is_for_parameters(source, call):
         return False
     loops = [each for each in source.ancestors(call) if isinstance(each, ast.For | ast.While)]
     given = {each.arg for each in call.keywords}
@@ -340,7 +335,7 @@ def _function_name(source: ScriptSource, node: ast.AST) -> str:
 
 def _seeds(source: ScriptSource, family: str) -> list[ast.Call]:
     """Return the calls that seed a generator of this process."""
-    defined = {node.name for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef)}
+    defined = {node.name for node in source.parts(ast.FunctionDef)}
     found = [call for call in source.calls if call.args and last_name(call.func) in _SEEDING_ALL - defined]
     found += [call for each, call in _calls_of(source, _SEEDING) if each == family and call.args]
     used = set(map(last_name, [*(call.func for call in source.calls), *_values_given(source, "worker_init_fn")]))
@@ -357,8 +352,8 @@ def _differs_between_ranks(source: ScriptSource, seed: ast.Call) -> bool:
         values = [argument(call, parameter, own.index(parameter)) for call in calls]
         if not calls or any(each is not None and source.mentions_rank(each) for each in values):
             return True
-    parts = [each for each in ast.walk(seed.args[0]) if isinstance(each, ast.Name | ast.Attribute | ast.Call)]
-    return any(source.mentions_rank(each) for each in parts if last_name(each) not in own)
+    given = parts(seed.args[0], ast.Name, ast.Attribute, ast.Call)
+    return any(source.mentions_rank(each) for each in given if last_name(each) not in own)
 
 
 def _is_drawn_anew(source: ScriptSource, call: ast.Call) -> bool:
@@ -367,7 +362,7 @@ def _is_drawn_anew(source: ScriptSource, call: ast.Call) -> bool:
     given = list(map(ast.unparse, call.args))
     if keyword(call, "generator") is not None or (name.endswith((".rand", ".randn")) and {*given} <= _ONE_NUMBER):
         return False
-    if _is_cut(source, call, names_of(source, call)) or _is_for_parameters(source, call):
+    if _is_cut(source, call, source.names_of(call)) or _is_for_parameters(source, call):
         return False  # the samples of a step, of which each rank takes its part
     if _MASKING.search(name):
         return given[:1] not in (["0"], ["0.0"])
@@ -403,7 +398,7 @@ def _check_own_split(source: ScriptSource) -> Iterator[ScriptFinding]:
         seeds = [each for each in before if each in known or others.search(last_name(each.func))]
         if seeds and not (seeds[-1].args and _differs_between_ranks(source, seeds[-1])):
             continue
-        names = {last_name(call.args[0])} if last == "shuffle" and call.args else names_of(source, call)
+        names = {last_name(call.args[0])} if last == "shuffle" and call.args else source.names_of(call)
         if (last.endswith("split") or _is_cut(source, call, names)) and not _is_sent(source, names):
             yield finding("own-split", call, f"{_SEEDED[family]}  # on every rank, for {source.line(call)}")
 
@@ -411,13 +406,13 @@ def _check_own_split(source: ScriptSource) -> Iterator[ScriptFinding]:
 def _is_cut(source: ScriptSource, call: ast.Call, names: set[str]) -> bool:
     """Return whether a permutation is cut by rank, or into two parts; a batch of it is no part of the data."""
     cuts = []
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Subscript) and source.mentions_rank(node.slice):
+    for node in source.parts(ast.Subscript):
+        if source.mentions_rank(node.slice):
             made_of = _flows_in(source, node.value)
             splits = any(re.search(r"split|chunk", ast.unparse(each)) for each in made_of)
             if splits and any(call in ast.walk(each) for each in made_of):
                 return True
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+        if isinstance(node.slice, ast.Slice):
             values = [node.value, *source.values_of(node.value)]
             if last_name(node.value) in names or any(call in ast.walk(value) for value in values):
                 cuts.append(node.slice)
@@ -441,7 +436,7 @@ def _check_sums(source: ScriptSource) -> Iterator[ScriptFinding]:
     if re.search(r"no_sync|register_comm_hook|FullyShardedDataParallel|fully_shard", text):
         return
     for call in source.calls:
-        if not is_collective(source, call) or last_name(call.func) != "all_reduce" or has_group(call) or not call.args:
+        if not source.is_collective(call) or last_name(call.func) != "all_reduce" or has_group(call) or not call.args:
             continue
         operation, summed = argument(call, "op", 1), re.escape(ast.unparse(call.args[0]))
         if operation is not None and last_name(operation) != "SUM":
@@ -477,7 +472,7 @@ def _world_sizes(source: ScriptSource) -> str:
 
 def _is_of_wrapped(source: ScriptSource, node: ast.AST, flows: str) -> bool:
     """Return whether the gradients that flow into a node are those of a model that is wrapped."""
-    function, wrapped = source.function_of(node), wrapped_names(source)
+    function, wrapped = source.function_of(node), source.wrapped_names()
     loops = [each.iter for each in ast.walk(function) if isinstance(each, ast.For | ast.comprehension)]
     text = " ".join([flows, *(ast.unparse(value) for each in loops for value in (each, *source.values_of(each)))])
     if isinstance(function, ast.FunctionDef):
@@ -486,13 +481,13 @@ def _is_of_wrapped(source: ScriptSource, node: ast.AST, flows: str) -> bool:
     made = [each for calls in wrapped.values() for each in calls if isinstance(each, ast.Call)]
     inner = {last_name(argument) for each in made for argument in each.args[:1]}
     names = re.findall(r"(\w+)\.(?:named_)?parameters\(\)", text)
-    owners = {other for name in names for other in given_for(source, function, name)}
+    owners = {other for name in names for other in source.given_for(function, name)}
     return bool(wrapped) and (bool(owners & {*wrapped, *inner, "module"}) or "param_groups" in text)
 
 
 def _check_divided_loss(source: ScriptSource) -> Iterator[ScriptFinding]:
     text = ast.unparse(source.tree)
-    if not wrapped_names(source) or re.search(r"register_comm_hook|all_reduce\([^)\n]*\.grad\b", text):
+    if not source.wrapped_names() or re.search(r"register_comm_hook|all_reduce\([^)\n]*\.grad\b", text):
         return
     divided = re.compile(rf"( / |\.div_?\()(\(?[\w.]+ \* )?([\w.]*\.)?({_world_sizes(source)})")
     for call in source.calls:
@@ -500,7 +495,7 @@ def _check_divided_loss(source: ScriptSource) -> Iterator[ScriptFinding]:
             values = [call.func.value, *call.args, *source.values_of(call.func.value)]
             called = {last_name(each.func) for each in values if isinstance(each, ast.Call)} - {""}
             functions = [each for each in ast.walk(source.tree) if getattr(each, "name", "") in called]
-            returned = [one.value for each in functions for one in ast.walk(each) if isinstance(one, ast.Return)]
+            returned = [one.value for each in functions for one in parts(each, ast.Return)]
             texts = [ast.unparse(each) for each in [*values, *returned] if each is not None]
             # In `total / (count / world_size)` the loss is multiplied.
             if any(divided.search(re.sub(r" / \([^()]* / .*?\)", "", each)) for each in texts):
@@ -508,7 +503,7 @@ def _check_divided_loss(source: ScriptSource) -> Iterator[ScriptFinding]:
 
 
 def _check_weighted_mean(source: ScriptSource) -> Iterator[ScriptFinding]:
-    if not wrapped_names(source) or "mean_over_ranks" in ast.unparse(source.tree):
+    if not source.wrapped_names() or "mean_over_ranks" in ast.unparse(source.tree):
         return
     for call in source.calls:
         is_function = source.is_call_of(call, "cross_entropy", "nll_loss")
@@ -527,20 +522,19 @@ def _check_divided_gradients(source: ScriptSource) -> Iterator[ScriptFinding]:
     sizes, text = f"(?:{_world_sizes(source)})", ast.unparse(source.tree)
     # Who reduces gradients without the wrapper, or multiplies by the number of ranks, divides by it rightly.
     is_sum = rf"no_sync|register_comm_hook|FullyShardedDataParallel|fully_shard|\* \(?{sizes}|{sizes} \*"
-    reduced = [each for each in source.calls if is_collective(source, each) and each.args]
+    reduced = [each for each in source.calls if source.is_collective(each) and each.args]
     flows = [ast.unparse(part) for each in reduced for part in _flows_in(source, each.args[0])]
     if re.search(is_sum, text) or any("grad" in each for each in flows):
         return
     by_size = rf"(?: ?(?:/=|= [\w.]+ /|\*= 1(?:\.0)? /) ?|\.(?:div_|mul_)\((?:1(?:\.0)? / )?)(?:float)?\(?{sizes}"
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.Expr):
-            written = ast.unparse(node)
-            if re.search(rf"\.grad(?:\.data)?{by_size}", written) and _is_of_wrapped(source, node, written):
-                yield finding("gradients-divided", node, f"pass  # no {written}")
+    for node in source.parts(ast.Assign, ast.AugAssign, ast.Expr):
+        written = ast.unparse(node)
+        if re.search(rf"\.grad(?:\.data)?{by_size}", written) and _is_of_wrapped(source, node, written):
+            yield finding("gradients-divided", node, f"pass  # no {written}")
 
 
 def _check_inner_module(source: ScriptSource) -> Iterator[ScriptFinding]:
-    wrapped = wrapped_names(source)
+    wrapped = source.wrapped_names()
     for call in source.calls:
         is_forward = _FORWARDS.search(last_name(call.func)) and call.args
         called = call.func.value if isinstance(call.func, ast.Attribute) and is_forward else call.func
@@ -581,7 +575,7 @@ def _check_own_folder(source: ScriptSource) -> Iterator[ScriptFinding]:
 
 def _is_time(source: ScriptSource, value: ast.expr) -> bool:
     """Return whether a text is made of the present time, or of what is another one in each process."""
-    names = [source.full_name(each.func) for each in ast.walk(value) if isinstance(each, ast.Call)]
+    names = [source.full_name(each.func) for each in parts(value, ast.Call)]
     text = ast.unparse(value)
     is_text = re.search(r"\bf['\"]|['\"] [%+] |strftime|isoformat|ctime|str\(|format\(|join\(|Path\(|token", text)
     is_date = re.search(r"%[YymjbB]", text) and not re.search(r"%[HIMSfXcsTp]", text)
