@@ -12,12 +12,10 @@ they are waited for, and tells the watches there through the store of the group;
 
 import fcntl
 import logging
-import math
 import mmap
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
@@ -184,19 +182,6 @@ def is_told(verdict: "Verdict", silence: float, stall_seconds: float, *, is_awai
     if verdict.kind != "stalled":
         return False
     return verdict.is_certain or is_awaited or silence > _PATIENCE * stall_seconds
-
-
-@contextmanager
-def stalls_watched(recording: Path | None, recorder: WorkerRecorder) -> Iterator[None]:
-    """Log within the block why the job stands still, if it does; do nothing if there is no recording."""
-    if recording is None:
-        yield
-        return
-    watch = StallWatch(recording, read_settings().stall_seconds() or math.inf, recorder, UsageEvents(recorder))
-    try:
-        yield
-    finally:
-        watch.close()
 
 
 @final

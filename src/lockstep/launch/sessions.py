@@ -14,6 +14,7 @@ sessions from the guardian.
 """
 
 import contextlib
+import math
 import os
 import resource
 import shutil
@@ -28,7 +29,8 @@ from typing import final
 
 import psutil
 
-from lockstep.doctor.stall_watch import stalls_watched
+from lockstep.doctor.stall_watch import StallWatch
+from lockstep.doctor.system import UsageEvents
 from lockstep.errors import UsageError, counted
 from lockstep.launch import guardian
 from lockstep.launch.exits import KILLED_SECONDS
@@ -204,14 +206,18 @@ def check_current_directory() -> None:
 @contextlib.contextmanager
 def launch_recorded(recording: Path | None, world_size: int) -> Iterator[WorkerRecorder]:
     """Record a launch within the block, unless `recording` is None, and log why its workers stand still if they do."""
-    recorder, settings = WorkerRecorder(), read_settings().recording()
-    if recording is not None:
-        capacity = settings.capacity
-        open_recorder(recorder, recording, worker=LAUNCHER, rank=LAUNCHER, world_size=world_size, capacity=capacity)
+    recorder = WorkerRecorder()
+    if recording is None:
+        yield recorder
+        return
+    settings = read_settings()
+    how = settings.recording()
+    open_recorder(recorder, recording, worker=LAUNCHER, rank=LAUNCHER, world_size=world_size, capacity=how.capacity)
+    watch = StallWatch(recording, settings.stall_seconds() or math.inf, recorder, UsageEvents(recorder))
     try:
-        with stalls_watched(recording, recorder):
-            yield recorder
+        yield recorder
     finally:
+        watch.close()
         recorder.close()
-        if recording is not None and not settings.is_kept:
+        if not how.is_kept:
             shutil.rmtree(recording, ignore_errors=True)
