@@ -81,6 +81,13 @@ class Hosts:
     def address(number: int) -> str:
         return f"10.77.0.{number + 1}"
 
+    def limit(self, rate: str) -> None:
+        """Let each host send and receive at most so much, as `tc` reads it: "1gbit"."""
+        limit = f"root tbf rate {rate} burst 128kb latency 50ms"
+        for number, host in enumerate(self._hosts):
+            _inside(self._switch, f"tc qdisc add dev port{number} {limit}")
+            _inside(host, f"tc qdisc add dev link{number} {limit}")
+
     def start(self, number: int, *command: str, variables: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Start a Python command on a host, in the environment of this process without what launchers set in it."""
         process = subprocess.Popen(

@@ -82,7 +82,7 @@ class CheckedProcessGroup(LockstepGroup):
         if self._carrier is not None and _is_plain_sum(collective, call):
             description = collective.describe(call, self._global_ranks)
             sum_ranks = partial(_sum_ranks, self._carrier, call.outputs[0], description)
-            return self._carry(self._carrier, description, sum_ranks, call.outputs, is_async=call.is_async)
+            return self._carry(description, sum_ranks, call.outputs, is_async=call.is_async)
         number = self._events.take_number()
         made = collective.methods[0], call.arguments, call.name
         if not self._compares:
@@ -112,7 +112,7 @@ class CheckedProcessGroup(LockstepGroup):
         assert carrier is not None  # see `capabilities`
         partials = dict(zip(layout[self.rank()], parts, strict=True))
         action = partial(carrier.sum_in_order, partials, out, layout, num_shards, call)
-        return self._carry(carrier, call, action, [out], is_async=is_async)
+        return self._carry(call, action, [out], is_async=is_async)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Return when every rank has reached it; with Gloo rank 0 names the ranks that have not (collective)."""
@@ -156,19 +156,17 @@ class CheckedProcessGroup(LockstepGroup):
 
     def _carry(
         self,
-        carrier: HostsCarrier,
         call: bytes,
         action: Callable[[], None],
         tensors: Sequence[Tensor],
         *,
         is_async: bool,
     ) -> Work:
-        """Compare a call and let the carrier make it, after those before it and in whichever thread waits for it."""
+        """Let the carrier compare a call and make it, after those before it, in whichever thread waits for it."""
         self.raise_if_broken()
 
-        def compared() -> None:
+        def guarded() -> None:
             try:
-                carrier.compare_calls(call)
                 action()
             except CollectiveMismatchError:
                 raise  # on every rank alike
@@ -178,7 +176,7 @@ class CheckedProcessGroup(LockstepGroup):
                 self.end_calls(error if isinstance(error, GroupError) else _describe_end(call, error))
                 raise
 
-        return self._runner.start(call, compared, tensors, is_async=is_async)
+        return self._runner.start(call, guarded, tensors, is_async=is_async)
 
     def _compare_then(self, compare: Callable[[bytes], None], call: bytes, action: Callable[[], Result]) -> Result:
         self.raise_if_broken()
@@ -186,7 +184,7 @@ class CheckedProcessGroup(LockstepGroup):
             if self._carrier is None:
                 compare(call)
             else:  # in one order with the calls that it carries
-                self._carry(self._carrier, call, _do_nothing, [], is_async=False).wait()
+                self._carry(call, partial(self._carrier.compare_calls, call), [], is_async=False).wait()
             return action()
         except CollectiveMismatchError:
             if self.asked.checking is not Checking.WAIT:
@@ -227,12 +225,8 @@ def _is_plain_sum(collective: Collective, call: CollectiveCall) -> bool:
 
 def _sum_ranks(carrier: HostsCarrier, tensor: Tensor, call: bytes) -> None:
     flat = flatten(tensor)
-    carrier.sum_ranks(flat, call)
+    carrier.sum_ranks(torch.view_as_real(flat).view(-1) if flat.is_complex() else flat, call)
     write_back(tensor, flat)
-
-
-def _do_nothing() -> None:
-    """Make a call that is only compared."""
 
 
 def _describe_end(call: bytes, error: BaseException) -> GroupError:

@@ -1,24 +1,30 @@
 """Sums of CPU tensors over several hosts: in shared memory within each host, and once per host over Gloo between them.
 
     host 0: ranks 0, 1, 4                              host 1: ranks 2, 3
-    1 rank 0 has the calls of its host  <- lane 0 ->   rank 2 those of its own      all ranks compare all calls
-    2 the sum of ranks 0, 1, 4                         the sum of ranks 2, 3        in shared memory, on every rank
-    3 rank 0: first half                <- lane 0 ->   rank 2: first half           the sum of both hosts
+    1 the ranks compare their calls                    the ranks compare their calls
+    2 rank 0 has a digest of the call   <- lane 0 ->   rank 2 has one: the hosts compare them
+    3 the sum of ranks 0, 1, 4                         the sum of ranks 2, 3        in shared memory, on every rank
+    4 rank 0: first half                <- lane 0 ->   rank 2: first half           the sum of both hosts
       rank 1: second half               <- lane 1 ->   rank 3: second half
-    4 both halves, on every rank                       both halves, on every rank   in shared memory
+    5 both halves, on every rank                       both halves, on every rank   in shared memory
 
-A lane has one rank of each host, and there are as many lanes as the host with the fewest ranks has. An ordered sum has
-the order of the tree over all shards: a host adds the maximal subtrees of which it has every shard, and where the tree
-joins shards of two hosts first, these are several, all of which are sent. A plain sum is in the order of the tree over
-the ranks of a host, then over hosts.
+A lane has one rank of each host, and there are as many lanes as the host with the fewest ranks has. Of a short tensor
+steps 1 and 3 are one, and so are 2 and 4: the sums travel on the page of the digest.
+
+An ordered sum has the order of the tree over all shards: a host adds the maximal subtrees of which it has every shard,
+and where the tree joins shards of two hosts first, these are several, all of which are sent. A plain sum is in the
+order of the tree over the ranks of a host, then over hosts as Gloo adds.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Final, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
@@ -30,14 +36,21 @@ from lockstep.comm.shm import collectives, programs
 from lockstep.comm.shm.arithmetic import reduction
 from lockstep.comm.shm.phases import PhaseExchange
 from lockstep.comm.world import World
+from lockstep.errors import CollectiveMismatchError
 from lockstep.shards.assignment import split_evenly
-from lockstep.shards.tree import Node, merged_nodes
+from lockstep.shards.tree import Node, add_in_tree_order, merged_nodes
 
 _TEXTS: Final = b"comparing calls"
-_SHORT_BYTES: Final = 64 << 10
+_OTHER_HOST: Final = b"a call that another host makes"
+_DIGEST_BYTES: Final = 32
+_PAGE_BYTES: Final = 4096
+"""What hosts exchange of each call, and of a short one all: of one length, whatever calls they make."""
+_ONE_LANE_BYTES: Final = 64 << 10
 """Up to here one lane carries everything."""
 _PART_BYTES: Final = 4 << 20
 Layout = tuple[tuple[Node, ...], ...]
+SumInside = Callable[[slice, Sequence[Tensor]], Mapping[Node, Tensor]]
+"""Adds a slice of what this host has into its targets, one for each sum (collective over the ranks of the host)."""
 
 
 @final
@@ -84,43 +97,75 @@ class HostsCarrier:
         self._place = self._hosts[self._host].index(rank)
         self._num_lanes = min(map(len, self._hosts))
         self._lane = World(rank=self._host, world_size=len(self._hosts), group=lane, is_torchs=False)
+        self._one_each: Layout = tuple(((host, host + 1),) for host in range(len(self._hosts)))
         self._reductions: dict[int, OrderedReductions] = {}
-        most = max(map(len, self._hosts))
-        self._texts = torch.zeros(len(self._hosts), most, LONGEST_CALL, dtype=torch.uint8)
-        places = [(r, (host, place)) for host, ranks in enumerate(self._hosts) for place, r in enumerate(ranks)]
-        self._text_places = [place for _, place in sorted(places)]
-        """Where the text of each rank is: its host, and its place there."""
+        self._pages = torch.zeros(len(self._hosts), _PAGE_BYTES, dtype=torch.uint8)
+
+    # -- Comparing calls -----------------------------------------------------------------------------------------
 
     def compare_calls(self, call: bytes) -> None:
         """Return when every rank has made the same call, or raise on all alike if they differ."""
-        require_equal_texts(call, self._exchange_texts, self._exchange.find_line, self._global_ranks)
+        with self._explained(call):
+            self._compare_after(partial(self._exchange.compare_calls, call), call)
+            self._exchange.compare_calls(call)  # which fails where the first rank has found another call elsewhere
+
+    def _compare_after(self, first: Callable[[], object], call: bytes) -> None:
+        """Run `first`, in which the ranks of this host compare their calls, then let the first one ask other hosts.
+
+        If these differ, it raises, and the next phase of the other ranks does.
+        """
+        mismatch: CollectiveMismatchError | None = None
+        try:
+            first()
+        except CollectiveMismatchError as error:
+            mismatch = error
+        if self._place == 0:
+            digest = bytes(_DIGEST_BYTES) if mismatch else hashlib.blake2b(call, digest_size=_DIGEST_BYTES).digest()
+            own = self._pages[self._host]
+            own[:_DIGEST_BYTES] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+            wait_all(gather_single(self._pages.view(-1), own, self._lane))
+            if mismatch is None and not bool((self._pages[:, :_DIGEST_BYTES] == own[:_DIGEST_BYTES]).all()):
+                self._exchange.compare_calls(_OTHER_HOST)
+                mismatch = CollectiveMismatchError(f"Another host does not make {call.decode()}. (LS201)")
+        if mismatch is not None:
+            raise mismatch
+
+    @contextmanager
+    def _explained(self, call: bytes) -> Iterator[None]:
+        """Let a mismatch name the calls and lines of all ranks (collective if there is one)."""
+        try:
+            yield
+        except CollectiveMismatchError:
+            require_equal_texts(call, self._exchange_texts, self._exchange.find_line, self._global_ranks)
+            raise
 
     def _exchange_texts(self, text: bytes) -> list[bytes]:
         """Return the text of every rank, in rank order."""
-        exchange, texts = self._exchange, self._texts
-        own = text[:LONGEST_CALL].ljust(LONGEST_CALL, b"\0")
-        page = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        exchange, most = self._exchange, max(map(len, self._hosts))
+        texts = torch.zeros(len(self._hosts), most, LONGEST_CALL, dtype=torch.uint8)
+        page = torch.frombuffer(bytearray(text[:LONGEST_CALL].ljust(LONGEST_CALL, b"\0")), dtype=torch.uint8)
         rows = [texts[self._host, place].data_ptr() for place in range(exchange.size)]
         exchange.run(programs.gather(exchange.ranks, LONGEST_CALL, takes=True), [page.data_ptr(), *rows], _TEXTS)
         if self._place == 0:
             wait_all(gather_single(texts.view(-1), texts[self._host].view(-1), self._lane))
         exchange.run(programs.broadcast(exchange.ranks, texts.nbytes, 0), [texts.data_ptr()], _TEXTS)
-        found = texts.numpy()
-        return [found[host, place].tobytes().rstrip(b"\0") for host, place in self._text_places]
+        places = {rank: (host, place) for host, ranks in enumerate(self._hosts) for place, rank in enumerate(ranks)}
+        return [texts[places[rank]].numpy().tobytes().rstrip(b"\0") for rank in range(len(places))]
+
+    # -- Sums ----------------------------------------------------------------------------------------------------
 
     def sum_ranks(self, flat: Tensor, call: bytes) -> None:
         """Replace a tensor, which lies in one row, by the sum over all ranks."""
         how, exchange = reduction(ReduceOp.SUM, flat.dtype), self._exchange
         parts = programs.one_part_each(exchange.size, how.kind, flat.element_size() // how.width)
-        num_hosts = len(self._hosts)
-        layout = [[(host, host + 1)] for host in range(num_hosts)]
 
-        def sum_inside(piece: slice) -> dict[Node, Tensor]:
-            inside = flat[piece]
-            collectives.reduce_everywhere(exchange, parts, inside, [inside], how, call)
-            return {layout[self._host][0]: inside}
+        def sum_inside(piece: slice, targets: Sequence[Tensor]) -> Mapping[Node, Tensor]:
+            (target,), own = targets, flat[piece]
+            own = target if target.data_ptr() == own.data_ptr() else own  # the same object, where it is in place
+            collectives.reduce_everywhere(exchange, parts, target, [own], how, call)
+            return {self._one_each[self._host][0]: target}
 
-        self._sum(sum_inside, flat, layout, num_hosts, call)
+        self._sum(sum_inside, flat, self._one_each, len(self._hosts), call)
 
     def sum_in_order(
         self,
@@ -134,35 +179,61 @@ class HostsCarrier:
         plan = plan_host_sums(self._hosts, self._host, tuple(map(tuple, layout)), num_shards)
         how = reduction(ReduceOp.SUM, out.dtype)
 
-        def sum_inside(piece: slice) -> dict[Node, Tensor]:
-            sums: dict[Node, Tensor] = {}
-            for node, of_ranks in plan.of_ranks:
+        def sum_inside(piece: slice, targets: Sequence[Tensor]) -> Mapping[Node, Tensor]:
+            for (node, of_ranks), target in zip(plan.of_ranks, targets, strict=True):
                 own = [partials[lo + node[0], hi + node[0]][piece] for lo, hi in of_ranks[self._place]]
-                # Of several, the next one may need a partial that lies in `out`.
-                target = out[piece] if len(plan.of_ranks) == 1 else torch.empty_like(out[piece])
                 collectives.ordered_all_reduce(self._exchange, own, target, of_ranks, node[1] - node[0], how, call)
-                sums[node] = target
-            return sums
+            return dict(zip(plan.of_hosts[self._host], targets, strict=True))
 
         self._sum(sum_inside, out, plan.of_hosts, num_shards, call)
 
     def _sum(
-        self,
-        sum_inside: Callable[[slice], dict[Node, Tensor]],
-        out: Tensor,
-        layout: Sequence[Sequence[Node]],
-        num_shards: int,
-        call: bytes,
+        self, sum_inside: SumInside, out: Tensor, layout: Sequence[Sequence[Node]], num_shards: int, call: bytes
     ) -> None:
-        """Sum into `out`, a part after the other: while one is between the hosts, the next is added inside them."""
+        """Compare a call and make it: sum into `out`, of which `layout` says what each host has added up."""
+        if not out.numel():
+            self.compare_calls(call)
+            return
+        with self._explained(call):
+            most = max(map(len, layout))
+            if most * out.nbytes + _DIGEST_BYTES <= _PAGE_BYTES and all(layout):
+                self._sum_short(sum_inside, out, layout, num_shards, call)
+            else:
+                self._compare_after(partial(self._exchange.compare_calls, call), call)
+                if not layout[self._host]:  # else the first addition is the phase after the comparison
+                    self._exchange.compare_calls(call)
+                self._sum_long(sum_inside, out, layout, num_shards, call)
+
+    def _sum_short(
+        self, sum_inside: SumInside, out: Tensor, layout: Sequence[Sequence[Node]], num_shards: int, call: bytes
+    ) -> None:
+        def sums_of(host: int) -> list[Tensor]:
+            starts = range(_DIGEST_BYTES, _DIGEST_BYTES + len(layout[host]) * out.nbytes, out.nbytes)
+            return [self._pages[host, start : start + out.nbytes].view(out.dtype) for start in starts]
+
+        self._compare_after(partial(sum_inside, slice(None), sums_of(self._host)), call)
+        if self._place == 0:
+            hosts = enumerate(layout)
+            held = {node: each for host, nodes in hosts for node, each in zip(nodes, sums_of(host), strict=True)}
+            out.copy_(add_in_tree_order(held, num_shards, torch.add))
+        program = programs.broadcast(self._exchange.ranks, out.nbytes, 0)
+        self._exchange.run(program, [out.data_ptr()], call)
+
+    def _sum_long(
+        self, sum_inside: SumInside, out: Tensor, layout: Sequence[Sequence[Node]], num_shards: int, call: bytes
+    ) -> None:
+        """Sum a part after the other: while one is between the hosts, the next is added inside them."""
         share: Callable[[], object] = _do_nothing
         wait: Callable[[], object] = _do_nothing
-        for part in _cut(out):
-            sums = sum_inside(part)
+        for piece in _cut(out):
+            part = out[piece]
+            # Of several sums, the next one may need what lies in `out`.
+            targets = [part] if len(layout[self._host]) == 1 else [torch.empty_like(part) for _ in layout[self._host]]
+            sums = sum_inside(piece, targets)
             wait()
-            wait = self._start_between(sums, out[part], layout, num_shards)
+            wait = self._start_between(sums, part, layout, num_shards)
             share()
-            share = partial(self._share, out[part], call)
+            share = partial(self._share, part, call)
         wait()
         share()
 
@@ -173,13 +244,13 @@ class HostsCarrier:
         pieces = self._pieces(out)
         if self._place >= len(pieces):
             return _do_nothing
+        own = out[pieces[self._place]]
+        held = {node: own if each is out else each[pieces[self._place]] for node, each in sums.items()}
+        if layout is self._one_each and own.dtype in {torch.float32, torch.float64}:
+            work = dist.all_reduce(own, group=self._lane.group, async_op=True)
+            return _do_nothing if work is None else work.wait
         if num_shards not in self._reductions:
             self._reductions[num_shards] = OrderedReductions(self._lane, num_shards)
-        own = out[pieces[self._place]]
-        # What lies in `out` is reduced in place.
-        held = {
-            node: own if each.data_ptr() == out.data_ptr() else each[pieces[self._place]] for node, each in sums.items()
-        }
         return self._reductions[num_shards].start(held, own, layout, waits=False)
 
     def _share(self, out: Tensor, call: bytes) -> None:
@@ -189,8 +260,8 @@ class HostsCarrier:
             self._exchange.run(program, [out[piece].data_ptr()], call)
 
     def _pieces(self, out: Tensor) -> list[slice]:
-        num_lanes = self._num_lanes if out.nbytes > _SHORT_BYTES else 1
-        return [slice(*bounds) for bounds in split_evenly(out.numel(), num_lanes)] if out.numel() else []
+        num_lanes = self._num_lanes if out.nbytes > _ONE_LANE_BYTES else 1
+        return [slice(*bounds) for bounds in split_evenly(out.numel(), num_lanes)]
 
 
 def _cut(out: Tensor) -> list[slice]:
