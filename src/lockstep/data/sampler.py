@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Sized
 from typing import Any, Self
 
-from torch.utils import data as torch_data
+import torch
 from torch.utils.data import Dataset
 
 from lockstep.comm import current_world
@@ -21,7 +21,7 @@ _Order = tuple[int, int, int]
 """What the order of an epoch is identified by: calls of `set_epoch`, epoch, seed."""
 
 
-class DistributedSampler(torch_data.DistributedSampler[int]):
+class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     """Give each rank its own indices of a data set.
 
     Signature, attributes and order of `torch.utils.data.distributed.DistributedSampler`: a permutation seeded with
@@ -143,11 +143,11 @@ class DistributedSampler(torch_data.DistributedSampler[int]):
         self._finished = order
 
     def _order_matters(self) -> bool:
-        """Return whether this may be training: shuffled, padded, not in a data-loading process.
+        """Return whether this may be training: shuffled, padded, with gradients, not in a data-loading process.
 
         A copy in a data-loading process does not receive calls of `set_epoch`, and counts its own epochs.
         """
-        return self.shuffle and self.pad and torch_data.get_worker_info() is None
+        return self.shuffle and self.pad and torch.is_grad_enabled() and torch.utils.data.get_worker_info() is None
 
     def _warn_of_repeated_order(self) -> None:
         if self.is_order_told:

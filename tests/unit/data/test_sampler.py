@@ -253,6 +253,20 @@ def test_an_epoch_that_measures_on_the_training_data_is_no_second_one(workers: i
     assert len(warnings_of(lambda: [trained(loader) for _ in range(3)])) == 1
 
 
+def test_an_evaluation_after_each_epoch_of_training_is_not_taken_for_loading_ahead() -> None:
+    # Its sampler was left at shuffle=True. The training between two evaluations was taken for one on its samples.
+    sampler, evaluated = sampler_of_100(), sampler_of_100()
+
+    def train() -> None:
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            trained(DataLoader(dataset(100), 10, sampler=sampler))
+            with torch.no_grad():
+                list(DataLoader(dataset(100), 10, sampler=evaluated))
+
+    assert warnings_of(train) == []
+
+
 class Refusing(Sampler[int]):
     @property
     def sampler(self) -> object:
