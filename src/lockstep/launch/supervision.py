@@ -15,12 +15,10 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, final
 
 from lockstep.errors import WorkerFailedError
-from lockstep.launch.continuation import Answer
 from lockstep.launch.control import ControlSocket
 from lockstep.launch.exits import EARLIER_FAILURE_SECONDS, ROOT_CAUSE_SECONDS, SURE_SECONDS, describe_failures
 from lockstep.launch.restarts import LostWorkersError
@@ -41,12 +39,6 @@ _STUCK_SECONDS = 20.0
 """... and before it is ended, if it waits in a call that cannot end: those were ended when it was told of the loss."""
 _RECENT_QUESTIONS = 3
 """A worker that has answered one of so many last questions is there."""
-
-
-@dataclass(slots=True)
-class _Seen:
-    answer: Answer
-    since: float
 
 
 @final
@@ -77,7 +69,7 @@ class Fencing:
         self._clock = clock
         self._number = 0
         self._asked: dict[int, list[tuple[int, float]]] = {}
-        self._seen: dict[int, _Seen] = {}
+        self._since: dict[int, tuple[tuple[bool | None, int], float]] = {}
         self._told: tuple[int, set[int]] = 0, set()
         self._next_look = clock()
 
@@ -97,7 +89,7 @@ class Fencing:
         pause = min(*watched.values(), _LATE_SECONDS if self._absent() else math.inf) / _QUESTIONS
         if now - self._next_look > pause:  # this process was stopped itself, or the machine slept, or nobody was asked
             self._asked.clear()
-            self._seen.clear()
+            self._since.clear()
             self._continuation.reports.alive.clear()
         self._next_look = now + pause
         self._number += 1
@@ -132,24 +124,24 @@ class Fencing:
         return len(open_questions) >= _QUESTIONS and now - open_questions[0][1] >= seconds
 
     def _note_answers(self, now: float) -> None:
-        needed = self._continuation.needed
-        self._seen = {worker: seen for worker, seen in self._seen.items() if worker in needed}
-        for worker in needed:
+        """Note since when each worker that the others need waits or not, and completes no call."""
+        found = {}
+        for worker in self._continuation.needed:
             answer = self._continuation.reports.alive.get(worker)
-            if answer is None or worker not in self._continuation.reports.ready:
-                continue
-            seen = self._seen.get(worker)
-            if seen is None or (seen.answer.waits, seen.answer.calls) != (answer.waits, answer.calls):
-                seen = _Seen(answer, now)
-            self._seen[worker] = _Seen(answer, seen.since)
+            if answer is not None and worker in self._continuation.reports.ready:
+                before, since = self._since.get(worker, (None, now))
+                stand = (answer.waits, answer.calls)
+                found[worker] = stand, since if stand == before else now
+        self._since = found
 
     def _end_those_that_keep_others_waiting(self, now: float) -> None:
-        long = [(worker, seen.answer) for worker, seen in self._seen.items() if now - seen.since >= self._seconds]
+        alive = self._continuation.reports.alive
+        long = [worker for worker, (_, since) in self._since.items() if now - since >= self._seconds]
         # A new worker waits for the next step, however long the others take for this one.
-        waiting = any(answer.waits and not self._continuation.is_new(worker) for worker, answer in long)
-        for worker, answer in long if waiting else ():
-            if answer.waits is False:
-                said = f"others have waited for it for {self._seconds:g} s: it was in {answer.place}"
+        waiting = any(alive[worker].waits and not self._continuation.is_new(worker) for worker in long)
+        for worker in long if waiting else ():
+            if alive[worker].waits is False:
+                said = f"others have waited for it for {self._seconds:g} s: it was in {alive[worker].place}"
                 self._kill(worker, said)
 
     def _tell_of_absent(self, now: float) -> None:
@@ -158,10 +150,10 @@ class Fencing:
         if self._told[0] != continuation.generation.number:
             self._told = continuation.generation.number, set()
         for worker in continuation.absent:
-            seen = self._seen.get(worker)
-            is_there = seen is not None and seen.answer.number > self._number - _RECENT_QUESTIONS
-            if seen is not None and is_there and seen.answer.waits and now - seen.since >= _STUCK_SECONDS:
-                call = f"a call of workers of which one was lost, in {seen.answer.place}"
+            answer, (_, since) = continuation.reports.alive.get(worker), self._since.get(worker, (None, now))
+            is_there = answer is not None and answer.number > self._number - _RECENT_QUESTIONS
+            if answer is not None and is_there and answer.waits and now - since >= _STUCK_SECONDS:
+                call = f"a call of workers of which one was lost, in {answer.place}"
                 self._kill(worker, f"it has waited for {_STUCK_SECONDS:g} s in {call}")
                 return
             if worker not in self._told[1]:
@@ -170,12 +162,12 @@ class Fencing:
                     "The others wait for worker %d (pid %d), to continue without one that is lost: it %s. (LS604)",
                     worker,
                     continuation.pids[worker],
-                    f"is in {seen.answer.place}" if seen is not None and is_there else "does not answer the launcher",
+                    f"is in {answer.place}" if answer is not None and is_there else "does not answer the launcher",
                 )
 
     def _kill(self, worker: int, reason: str) -> None:
         self._asked.pop(worker, None)
-        self._seen.pop(worker, None)
+        self._since.pop(worker, None)
         process = self._pool.workers[worker]
         if process.exit_code is None:
             self._pool.kill(process, f"by its launcher, because {reason}")
