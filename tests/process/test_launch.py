@@ -649,3 +649,19 @@ def test_a_template_with_a_thread_forks_nothing(tmp_path: Path, monkeypatch: pyt
     made = template.WorkerTemplate(seed=0, threads=1, modules=["starts_thread"])
     assert made.fork([], {}) is None
     made.close()
+
+
+def test_a_worker_is_forked_also_where_the_current_directory_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The launcher could not tell it, and the run ended when it was to replace a lost worker.
+    (folder := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(folder)
+    made = template.WorkerTemplate(seed=0, threads=1)
+    assert made.is_usable()
+    folder.rmdir()
+    with (tmp_path / "task").open("w+b") as task:
+        forked = made.fork([task.fileno()] * 5, {})
+    assert forked is not None
+    assert forked.wait(END_SECONDS) == 1  # it was sent no task
+    made.close()

@@ -181,7 +181,11 @@ class Scaling:
                 _LOGGER.warning("No spare worker is started. %s (LS603)", error)
                 self._num_spares = 0
                 return
-            worker = self._pool.start(max(self._pool.workers) + 1, device)
+            try:
+                worker = self._pool.start(max(self._pool.workers) + 1, device)
+            except OSError as error:  # no memory, process or descriptor is left for it
+                self._stop_starting(f"A new worker could not be started: {error}.")
+                return
             self._continuation.pids[worker.number] = worker.pid
             self._new[worker.number] = worker
 
@@ -192,15 +196,19 @@ class Scaling:
 
     def _give_up(self, worker: Worker) -> None:
         """Start no more workers: this one has ended by its own code, so the next one would too."""
-        trace = " "
+        trace = ""
         if worker.has_returned:
             how = "has returned without joining: its function must call `Trainer.join()` before it trains"
         elif (failure := worker.failure()).traceback:
-            how, trace = f"has failed: {failure.reason}", f"\n{failure.traceback.rstrip()}\n"
+            how, trace = f"has failed: {failure.reason}", failure.traceback.rstrip()
         else:
             how = worker.describe_end()
-        self.problem = f"The new worker {worker.number} {how}."
-        _LOGGER.warning("%s%sThe others train on, and no other worker is started. (LS603)", self.problem, trace)
+        self._stop_starting(f"The new worker {worker.number} {how}.", trace)
+
+    def _stop_starting(self, problem: str, trace: str = "") -> None:
+        self.problem = problem
+        between = f"\n{trace}\n" if trace else " "
+        _LOGGER.warning("%s%sThe others train on, and no other worker is started. (LS603)", problem, between)
         self._num_spares = 0
         self._limit = replace(self._limit, count=0)
         self.num_wanted = self._num_staying()

@@ -134,9 +134,13 @@ class WorkerTemplate:
         """
         if not self.is_usable():
             return None
+        try:
+            folder = os.getcwd()  # noqa: PTH109 - a str for JSON
+        except FileNotFoundError:  # deleted meanwhile: that of the template, which is the same
+            folder = "."
         request = {
             "variables": dict(variables),
-            "folder": os.getcwd(),  # noqa: PTH109 - a str for JSON
+            "folder": folder,
             "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         }
         with adopting_orphans():

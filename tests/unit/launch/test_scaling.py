@@ -1,5 +1,6 @@
 """How many workers a launch wants after a request, and after a new one has failed; without processes."""
 
+import errno
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ from lockstep.devices import Device
 from lockstep.devices.choose import CPU
 from lockstep.launch.continuation import WorkerReports
 from lockstep.launch.control import RefusedError
-from lockstep.launch.membership import Generation, WorkerLimits
+from lockstep.launch.membership import Changes, Generation, Wishes, WorkerLimits
 from lockstep.launch.restarts import Elastic
 from lockstep.launch.scaling import Scaling, named_parts
 from lockstep.launch.worker_pool import End
@@ -22,12 +23,12 @@ class Launch:
     is_settled = True
     limits = WorkerLimits(max_workers=6)
 
-    def __init__(self) -> None:
+    def __init__(self, elastic: Elastic | None = None) -> None:
         self.generation = Generation(number=0, workers=(0, 1, 2))
         self.reports = WorkerReports()
         self.pids = {worker: 100 + worker for worker in range(4)}
         self.workers = {worker: self.worker(worker) for worker in range(4)}
-        launch: Any = SimpleNamespace(pool=self, continuation=self, elastic=Elastic(), force=False)
+        launch: Any = SimpleNamespace(pool=self, continuation=self, elastic=elastic or Elastic(), force=False)
         self.scaling = Scaling(launch)
         self.scaling._new[3] = self.workers[3]
 
@@ -42,6 +43,19 @@ class Launch:
             failure=lambda: SimpleNamespace(traceback="", reason=""),
             describe_end=lambda: "ended with exit code 1",
         )
+
+    def start(self, number: int, device: Device) -> Any:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    def is_new(self, worker: int) -> bool:
+        return worker == 3
+
+    def arrived(self) -> tuple[int, ...]:
+        return ()
+
+    def change(self, wishes: Wishes) -> Changes:
+        self.wishes = wishes
+        return Changes()
 
     def fail_to_join(self) -> None:
         self.scaling.take_end(self.workers[3])
@@ -63,6 +77,21 @@ def test_a_worker_that_leaves_is_not_replaced_because_another_has_failed_to_join
     launch.scaling.let_go(2)
     launch.fail_to_join()
     assert launch.scaling.num_wanted == 2
+
+
+def test_a_run_goes_on_where_no_process_can_be_started_for_a_lost_worker(caplog: pytest.LogCaptureFixture) -> None:
+    # The error of fork, where a limit of processes or memory is reached, ended the launch and all that trained on.
+    launch = Launch(Elastic(respawn=3))
+    launch.generation = Generation(number=1, workers=(0, 1))
+    launch.workers[2].end = End.LOST
+    launch.scaling.take_end(launch.workers[2])
+    launch.workers[3].end = End.LOST
+    launch.scaling.take_end(launch.workers[3])
+    launch.scaling.advance()
+    launch.scaling.advance()
+    assert launch.wishes.num_workers == 2
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("A new worker could not be started: [Errno 11] Resource temporarily unavailable. The others")
 
 
 # -- Which worker `lockstep scale --release` means ---------------------------------------------------------------------
