@@ -101,7 +101,7 @@ class ControlSocket:
     def _accept(self) -> bool:
         try:
             accepted, _ = self._listener.accept()
-        except BlockingIOError:
+        except OSError:  # it has ended, or no descriptor is left for it: the run goes on
             return True
         if read_user(accepted) not in {os.geteuid(), 0}:
             accepted.close()

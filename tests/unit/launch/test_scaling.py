@@ -1,6 +1,9 @@
 """How many workers a launch wants after a request, and after a new one has failed; without processes."""
 
 import errno
+import resource
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 from lockstep.devices import Device
 from lockstep.devices.choose import CPU
 from lockstep.launch.continuation import WorkerReports
-from lockstep.launch.control import RefusedError
+from lockstep.launch.control import ControlSocket, RefusedError, connect
 from lockstep.launch.membership import Changes, Generation, Wishes, WorkerLimits
 from lockstep.launch.restarts import Elastic
 from lockstep.launch.scaling import Scaling, named_parts
@@ -92,6 +95,23 @@ def test_a_run_goes_on_where_no_process_can_be_started_for_a_lost_worker(caplog:
     assert launch.wishes.num_workers == 2
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("A new worker could not be started: [Errno 11] Resource temporarily unavailable. The others")
+
+
+def test_a_run_goes_on_where_no_descriptor_is_left_for_a_request(tmp_path: Path) -> None:
+    # It ended the launch, with all its workers.
+    watched: list[Callable[[], bool]] = []
+    pool: Any = SimpleNamespace(watch=lambda _descriptor, call: watched.append(call), forget=lambda _descriptor: None)
+    control = ControlSocket(tmp_path, pool, lambda _request: "", lambda: None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with connect(tmp_path):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            assert watched[0]()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert watched[0]()
+        assert len(watched) == 2, "it is accepted a moment later"
+        control.close()
 
 
 # -- Which worker `lockstep scale --release` means ---------------------------------------------------------------------
