@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self, final
 
 from lockstep.errors import WorkerFailedError
@@ -54,9 +54,9 @@ class SignalPipe:
         os.set_blocking(self.source, False)
         os.set_blocking(self._written, False)
         self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(self._written, warn_on_full_buffer=False))
-        for number in TERMINATION_SIGNALS:
+        for number in TERMINATION_SIGNALS:  # whose handlers do nothing: the interpreter has written the number
             if signal.getsignal(number) not in {signal.SIG_IGN, None}:
-                self._undo.callback(signal.signal, number, signal.signal(number, _do_nothing))
+                self._undo.callback(signal.signal, number, signal.signal(number, lambda *_: None))
         # Where the caller ignores it, the kernel tells nobody how a child has ended.
         if signal.getsignal(signal.SIGCHLD) is not None:
             self._undo.callback(signal.signal, signal.SIGCHLD, signal.signal(signal.SIGCHLD, signal.SIG_DFL))
@@ -71,10 +71,6 @@ class SignalPipe:
         """Wait up to `seconds` for a termination signal; return the first that has come, None without one."""
         numbers = os.read(self.source, _ROOM_BYTES) if wait_to_read(self.source, seconds=seconds) else b""
         return next((signal.Signals(number) for number in numbers if number in TERMINATION_SIGNALS), None)
-
-
-def _do_nothing(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing: the interpreter has written the number into the pipe."""
 
 
 def wait_to_read(*descriptors: int, seconds: float | None = None) -> set[int]:

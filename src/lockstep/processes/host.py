@@ -163,18 +163,11 @@ def keep_freed_memory() -> None:
     alone makes it worse: glibc does not adapt the other one then, and gets each block of 128 KiB or more by itself.
     Before 2.35 glibc refuses blocks of more than 32 MiB. See mallopt(3).
     """
-    mallopt = _find_mallopt()
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is not None and (
         mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) or mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK_OF_OLD)
     ):
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-
-
-def _find_mallopt() -> Callable[[int, int], int] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    found: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)
-    return found
 
 
 def keep_temporary_files_in(folder: str) -> None:

@@ -1,11 +1,13 @@
 """A process keeps the memory that it frees, with any glibc."""
 
+import ctypes
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,7 +58,7 @@ def test_a_glibc_that_refuses_large_blocks_keeps_smaller_ones(
         taken.append((option, value))
         return 1
 
-    monkeypatch.setattr(host, "_find_mallopt", lambda: mallopt)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: SimpleNamespace(mallopt=mallopt))
     keep_freed_memory()
     assert taken == expected, "with the end of the heap alone, each block of 128 KiB would be fetched anew"
 
