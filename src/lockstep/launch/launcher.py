@@ -34,7 +34,6 @@ from lockstep.launch.restarts import (
     FIXED,
     CallToStart,
     Elastic,
-    Restarts,
     StartAgain,
     call_with_restarts,
 )
@@ -119,6 +118,8 @@ def launch(
         UsageError: This process may not open enough descriptors for so many workers; or the current directory was
             deleted.
     """
+    if max_restarts < 0:
+        raise ValueError(f"max_restarts is {max_restarts}, expected 0 or more. (LS123)")
     settings = LaunchSettings(
         workers=workers,
         devices=devices,
@@ -128,7 +129,6 @@ def launch(
         max_restarts=max_restarts,
         elastic=FIXED if elastic is None else elastic,
     )
-    Restarts(max_restarts, _LOGGER.warning)  # refuses a number that is none, whoever starts the workers
     launcher_variables = find_launcher()
     if launcher_variables is not None:
         return run_here(
@@ -174,7 +174,7 @@ def call_on_workers(
     placement = place_workers(settings.devices, workers=settings.workers, force=settings.force)
     check_descriptors(len(placement.devices), NUM_DESCRIPTORS_PER_WORKER)
     call = pack_call(function, args, kwargs)
-    forwarding, again = SignalForwarding(), settings.start_again
+    forwarding, again, stop = SignalForwarding(), settings.start_again, settings.stop
     with ExitStack() as stack:
         template = settings.template
         if template is None:
@@ -188,9 +188,10 @@ def call_on_workers(
         reports = call_with_restarts(
             lambda attempt: _call_once(attempt, settings, forwarding, template),
             CallToStart(placement=placement, call=call),
-            Restarts(settings.max_restarts, _LOGGER.warning),
-            lambda: not forwarding.is_requested and not (settings.stop is not None and settings.stop.is_made),
-            None if again is None else partial(again.after, settings.elastic.limit),
+            most=settings.max_restarts,
+            tell=_LOGGER.warning,
+            may_restart=lambda: not (forwarding.is_requested or (stop is not None and stop.is_made)),
+            after_loss=None if again is None else partial(again.after, settings.elastic.limit),
         )
     return [load_result(report) for report in reports]
 

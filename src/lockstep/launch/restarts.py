@@ -140,41 +140,18 @@ class StartAgain:
         return replace(attempt, call=call)
 
 
-@final
-class Restarts:
-    def __init__(self, most: int, tell: Tell) -> None:
-        if most < 0:
-            raise ValueError(f"max_restarts is {most}, expected 0 or more. (LS123)")
-        self.reasons: list[str] = []
-        self._most = most
-        self._tell = tell
-
-    def begin_another(self, message: str) -> bool:
-        """Count a restart after a failure, and tell of it; return False if it is too many."""
-        if len(self.reasons) == self._most:
-            return False
-        self.reasons.append(message.splitlines()[0].removeprefix("error: "))
-        number = f"restart {len(self.reasons)} of at most {self._most}"
-        self._tell(f"Starting all workers again ({number}). {self.reasons[-1]}")
-        return True
-
-    def describe(self) -> str:
-        """Return why there were restarts, to follow the last failure; empty if there was none."""
-        if not self.reasons:
-            return ""
-        lines = "".join(f"\n  {reason}" for reason in self.reasons)
-        return f"\n\nAll workers were started again {counted(len(self.reasons), 'time')}, because before:{lines}"
-
-
 def call_with_restarts(
     start: Callable[[Attempt], Result],
     first: Attempt,
-    restarts: Restarts,
-    may_restart: Callable[[], bool],
+    *,
+    most: int,
+    tell: Tell,
+    may_restart: Callable[[], bool] = lambda: True,
     after_loss: Callable[[LostWorkersError, Attempt], Attempt | None] | None = None,
 ) -> Result:
-    """Return what `start` returns; start again after a failure, as the table above says."""
+    """Return what `start` returns; start again after a failure, as the table above says: `first` `most` times."""
     attempt = first
+    reasons: list[str] = []
     while True:
         following: Attempt | None = None
         try:
@@ -186,9 +163,13 @@ def call_with_restarts(
         except WorkerFailedError as error:
             failure = error
         if following is None:
-            if not may_restart() or not restarts.begin_another(str(failure)):
-                if restarts.reasons:
-                    raise WorkerFailedError(f"{failure}{restarts.describe()}", failure.failures) from failure.__cause__
-                raise failure from failure.__cause__
+            if len(reasons) == most or not may_restart():
+                if not reasons:
+                    raise failure from failure.__cause__
+                times, before = counted(len(reasons), "time"), "".join(f"\n  {reason}" for reason in reasons)
+                message = f"{failure}\n\nAll workers were started again {times}, because before:{before}"
+                raise WorkerFailedError(message, failure.failures) from failure.__cause__
+            reasons.append(str(failure).splitlines()[0].removeprefix("error: "))
+            tell(f"Starting all workers again (restart {len(reasons)} of at most {most}). {reasons[-1]}")
             following = first
         attempt = following

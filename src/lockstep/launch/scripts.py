@@ -39,7 +39,7 @@ from lockstep.launch.exits import (
 )
 from lockstep.launch.output import Relays, Tail, flush_own_output, log_path, make_log_directory, print_message
 from lockstep.launch.rendezvous import Rendezvous, open_rendezvous
-from lockstep.launch.restarts import Restarts, call_with_restarts
+from lockstep.launch.restarts import call_with_restarts
 from lockstep.launch.scaling import RunningLaunch
 from lockstep.launch.sessions import ISOLATED, check_descriptors
 from lockstep.launch.signals import SignalPipe
@@ -127,9 +127,10 @@ def run_with_restarts(job: ScriptJob, tell: Callable[[str], None]) -> Ending:
             raise WorkerFailedError(endings[-1].message)
         return endings[-1]
 
-    restarts = Restarts(job.max_restarts, lambda text: tell(f"{endings[-1].message}\n\n{text}"))
     try:
-        return call_with_restarts(run, job, restarts, lambda: True)
+        return call_with_restarts(
+            run, job, most=job.max_restarts, tell=lambda text: tell(f"{endings[-1].message}\n\n{text}")
+        )
     except WorkerFailedError as error:
         return replace(endings[-1], message=str(error))
 

@@ -11,11 +11,11 @@ from lockstep.devices import Placement
 from lockstep.devices.choose import CPU
 from lockstep.errors import WorkerFailedError, WorkerFailure
 from lockstep.launch import scripts
+from lockstep.launch.launcher import launch
 from lockstep.launch.restarts import (
     CallToStart,
     Elastic,
     LostWorkersError,
-    Restarts,
     StartAgain,
     call_with_restarts,
 )
@@ -43,8 +43,9 @@ def failing(times: int) -> Callable[[CallToStart], int]:
 
 
 def restart(times: int, max_restarts: int, told: Told, *, may_restart: bool = True) -> int:
-    restarts = Restarts(max_restarts, told.append)
-    return call_with_restarts(failing(times), THREE, restarts, lambda: may_restart)
+    return call_with_restarts(
+        failing(times), THREE, most=max_restarts, tell=told.append, may_restart=lambda: may_restart
+    )
 
 
 def test_each_restart_is_told_with_its_reason() -> None:
@@ -79,7 +80,7 @@ def test_the_first_failure_stands(max_restarts: int, may_restart: bool) -> None:
 
 def test_a_number_below_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="max_restarts is -1"):
-        Restarts(-1, print)
+        launch(print, max_restarts=-1)
 
 
 def test_a_script_is_started_again_with_the_count_that_torchrun_sets(tmp_path: Path) -> None:
@@ -183,7 +184,7 @@ class Starts:
         self.sizes: list[int] = []
         self.said: list[str] = []
         self.elastic = Elastic(respawn=respawn)
-        self.restarts = Restarts(max_restarts, self.said.append)
+        self.max_restarts = max_restarts
         self.again: Any = StartAgain(
             min_workers=min_workers,
             is_unchanged=lambda: is_unchanged,
@@ -201,7 +202,9 @@ class Starts:
 
     def run(self) -> str:
         after_loss = None if self.again is None else partial(self.again.after, self.elastic.limit)
-        return call_with_restarts(self.call, THREE, self.restarts, lambda: True, after_loss)
+        return call_with_restarts(
+            self.call, THREE, most=self.max_restarts, tell=self.said.append, after_loss=after_loss
+        )
 
 
 def test_it_starts_again_with_those_that_are_left() -> None:
