@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, final
 
 from lockstep.errors import WorkerFailedError
@@ -62,9 +61,7 @@ class SignalPipe:
             self._undo.callback(signal.signal, signal.SIGCHLD, signal.signal(signal.SIGCHLD, signal.SIG_DFL))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._undo.close()
 
     def wait(self, seconds: float) -> signal.Signals | None:
@@ -165,9 +162,7 @@ class SignalForwarding:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """End this process by SIGTERM too, if SIGTERM has ended workers."""
         if self._is_handling:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -13,7 +13,6 @@ import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, final
 
 from lockstep.checkpoint.atomic_write import atomic_write_text
@@ -62,9 +61,7 @@ class Following:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _traceback: object) -> None:
         ending: Ending = self.ending if kind is None else "failed"
         for name, tracker in self._trackers or ():
             try:
