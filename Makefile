@@ -9,7 +9,7 @@ NATIVE := src/lockstep/comm/shm/native
 # Otherwise every process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test suite check lint style types unit changed bench-ddp bench-comm bench-bits bench-checkpoints bench-elastic torture sanitize bench-recorder bench-streams bench-trainer pages docs browser matrix clean
+.PHONY: train test suite check lint style types unit changed bench-ddp bench-comm bench-hosts bench-bits bench-checkpoints bench-elastic torture sanitize bench-recorder bench-streams bench-trainer pages docs browser matrix clean
 
 train: $(STAMP)
 	$(VENV)/bin/lockstep train $(CONFIG)
@@ -77,6 +77,10 @@ sanitize: $(STAMP)
 
 bench-comm: $(STAMP)-bench
 	$(VENV)/bin/python benchmarks/comm.py
+
+# Needs root: hosts are network namespaces.
+bench-hosts: $(STAMP)
+	$(VENV)/bin/python benchmarks/hosts.py
 
 # Run what the pages show, commands, lines and loops, and compare the languages: about 1,000 short tests.
 pages: $(STAMP)
