@@ -246,11 +246,12 @@ static uint32_t reached_word(const Exchange *x, int64_t rank)
 /* Run a program until it is done, as phases.py does; -1 once all are to stop. */
 static int go(Session *s, Exchange *x, const int64_t *program, const int64_t *table, const char *text, int64_t location)
 {
-    x->at = 0;
+    PreparedCall run = {.exchange = x, .program = program, .table = table, .text = text, .length = (int64_t)strlen(text),
+                        .location = location};
     x->may_spin = below(2) == 0;
     for (;;) {
         is_disturbed = 1;
-        int code = lockstep_run(x, program, table, text, (int64_t)strlen(text), location);
+        int code = lockstep_run(&run);
         is_disturbed = 0;
         if (code != WAITING)
             return code;
@@ -393,8 +394,8 @@ static void *run_rank(void *argument)
                   .buffer_bytes = s->buffer_bytes,
                   .size = s->size,
                   .rank = member->rank,
-                  .most_spin_ns = 20000,
                   .spin_ns = 5000,
+                  .has_core = (uint32_t)(s->seed >> 3 & 1),
                   .arrivals = s->begin};
     for (int64_t call = 0; call < s->num_calls; call++) {
         seed_random(s->seed, 77, (uint64_t)call, 0); /* the same on all ranks */

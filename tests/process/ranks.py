@@ -33,7 +33,7 @@ import torch.distributed as dist
 import lockstep as ls
 from lockstep.comm.bootstrap.process_group import choose_backend
 from lockstep.comm.shm import native
-from lockstep.comm.shm.phases import DONE, Exchange
+from lockstep.comm.shm.phases import DONE, Exchange, PreparedCall
 from lockstep.comm.shm.programs import CALL, COPY, END, PHASE, REDUCE
 
 PATIENCE = 100.0
@@ -357,25 +357,26 @@ class Posts:
         self._count_one()
         self._raise(address)
 
-    def _run_by_phases(self, state: int, program: int, *rest: Any) -> int:
+    def _run_by_phases(self, address: int) -> int:
         """Run a program up to each end of a phase, and that by itself."""
-        exchange = Exchange.from_address(state)
-        while (at := _next_phase(program, exchange.at)) is not None:
+        call = PreparedCall.from_address(address)
+        exchange = Exchange.from_address(call.exchange_address)
+        while (at := _next_phase(call.program_address, call.at)) is not None:
             if not exchange.has_arrived:
-                code = self._run_until(at, state, program, *rest)
+                code = self._run_until(at, call)
                 if code != DONE:
                     return code
                 self._count_one()
-            code = self._run_until(at + 1, state, program, *rest)
+            code = self._run_until(at + 1, call)
             if code != DONE:
                 return code
-        return int(self._run(state, program, *rest))
+        return int(self._run(address))
 
-    def _run_until(self, at: int, state: int, program: int, *rest: Any) -> int:
-        word = ctypes.c_int64.from_address(program + 8 * at)
+    def _run_until(self, at: int, call: PreparedCall) -> int:
+        word = ctypes.c_int64.from_address(call.program_address + 8 * at)
         kept, word.value = word.value, END
         try:
-            return int(self._run(state, program, *rest))
+            return int(self._run(ctypes.addressof(call)))
         finally:
             word.value = kept
 

@@ -75,7 +75,7 @@ class CheckedProcessGroup(LockstepGroup):
         self._runner = local.runner_for(self._events)
         self.parts = (local,) if lane is None else (local, lane)
 
-    def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work:
+    def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work | None:
         """Compare one call of the table's, then make it (collective)."""
         call = collective.read(arguments, keywords)
         refuse_one_output_twice(call)
@@ -106,7 +106,7 @@ class CheckedProcessGroup(LockstepGroup):
         call: bytes,
         *,
         is_async: bool,
-    ) -> Work:
+    ) -> Work | None:
         """Sum subtrees of shards over several hosts, as the shm backend does on one (collective)."""
         carrier = self._carrier
         assert carrier is not None  # see `capabilities`
@@ -161,7 +161,7 @@ class CheckedProcessGroup(LockstepGroup):
         tensors: Sequence[Tensor],
         *,
         is_async: bool,
-    ) -> Work:
+    ) -> Work | None:
         """Let the carrier compare a call and make it, after those before it, in whichever thread waits for it."""
         self.raise_if_broken()
 
@@ -184,7 +184,7 @@ class CheckedProcessGroup(LockstepGroup):
             if self._carrier is None:
                 compare(call)
             else:  # in one order with the calls that it carries
-                self._carry(call, partial(self._carrier.compare_calls, call), [], is_async=False).wait()
+                self._carry(call, partial(self._carrier.compare_calls, call), [], is_async=False)
             return action()
         except CollectiveMismatchError:
             if self.asked.checking is not Checking.WAIT:

@@ -200,8 +200,8 @@ class Collective:
 class MakesCollectives(Protocol):
     """A group whose methods `add_collectives` makes."""
 
-    def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work:
-        """Make one call (collective)."""
+    def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work | None:
+        """Make one call (collective); None, as from torch's groups, if it has ended by now."""
 
 
 def add_collectives(group: _Group) -> _Group:
@@ -217,8 +217,8 @@ def add_collectives(group: _Group) -> _Group:
     return group
 
 
-def _method_for(collective: Collective) -> Callable[..., Work]:
-    def method(self: MakesCollectives, *arguments: Any, **keywords: Any) -> Work:
+def _method_for(collective: Collective) -> Callable[..., Work | None]:
+    def method(self: MakesCollectives, *arguments: Any, **keywords: Any) -> Work | None:
         return self.make_call(collective, arguments, keywords)
 
     return method

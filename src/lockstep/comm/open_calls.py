@@ -277,7 +277,9 @@ class CallEvents:
         recorder = self._recorder
         if not recorder.is_open:
             return 0
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # sparse ones have no nbytes
+        size = 0
+        for tensor in tensors:  # a generator would take a third of the time of the event
+            size += tensor.numel() * tensor.element_size()  # sparse ones have no nbytes
         return recorder.begin(EventKind.COLLECTIVE, number, size, recorder.text(call))
 
     def end(self, event: int) -> None:

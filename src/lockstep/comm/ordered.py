@@ -288,7 +288,8 @@ class OrderedReductions:
         )
 
         def finish() -> None:
-            work.wait()
+            if work is not None:
+                work.wait()
             from_real_row(reduction.out, out)
 
         return finish

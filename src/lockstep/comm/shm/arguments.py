@@ -11,7 +11,7 @@ from lockstep.comm.shm.arithmetic import Reduction
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether shared memory can carry the tensor: dense, on the CPU."""
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return tensor.is_cpu and tensor.layout is torch.strided
 
 
 def read_one(tensors: Any) -> list[Tensor]:

@@ -51,8 +51,8 @@ from lockstep.comm.shm.file_layout import PAGE, FileLayout
 from lockstep.comm.shm.memory import Memory
 from lockstep.comm.shm.messages import PointToPoint
 from lockstep.comm.shm.peers import Peers, PeerState
-from lockstep.comm.shm.phases import PhaseExchange
-from lockstep.comm.shm.programs import Program, barrier, is_short, one_part_each, reduce_short
+from lockstep.comm.shm.phases import PhaseExchange, PreparedCall
+from lockstep.comm.shm.programs import barrier, is_short, one_part_each, reduce_short
 from lockstep.comm.shm.rendezvous import NotShared, connect_ranks
 from lockstep.comm.shm.work import CallRunner, WorkQueue
 from lockstep.comm.torch_backends import TorchBackends
@@ -62,6 +62,7 @@ from lockstep.torch_private.compiler import keep_compiler_out_of_methods
 
 _CLOSING_SECONDS: Final = 1.0
 _MOST_SHORT_SUMS: Final = 1024
+_SUM: Final = ReduceOp.SUM
 
 
 @final
@@ -77,7 +78,7 @@ class ShmProcessGroup(LockstepGroup):
         asked: GroupBackends,
     ) -> None:
         self._store = store
-        self._short_sums: dict[Hashable, tuple[bytes, Program]] = {}
+        self._short_sums: dict[Hashable, PreparedCall] = {}
         self._memory = memory
         self.exchange = PhaseExchange(memory, peers)
         self._work_queue = work_queue = WorkQueue("lockstep-collectives")
@@ -88,41 +89,39 @@ class ShmProcessGroup(LockstepGroup):
 
     # -- Collectives ---------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work | None:
         """Replace one dense or sparse tensor by its reduction over all ranks, in the order of the tree.
 
         Of a short sum like one before nothing is worked out again; of one rank alone all are short.
         """
         tensor = tensors[0]
         is_usual = opts is not None and len(tensors) == 1 and is_plain(tensor) and as_stored(tensor) is tensor
-        if not is_usual or opts.reduceOp != ReduceOp.SUM:
+        if not is_usual or opts.reduceOp != _SUM:
             return self.make_call(ALL_REDUCE, [tensors, opts], {})
         key = tensor.dtype, tensor.shape, purpose_of_calls()
-        known = self._short_sums.get(key) or self._prepare_short_sum(key, tensors, opts)
-        if known is None:
+        prepared = self._short_sums.get(key) or self._prepare_short_sum(key, tensors, opts)
+        if prepared is None:
             return self.make_call(ALL_REDUCE, [tensors, opts], {})
-        description, program = known
-        address = tensor.data_ptr()
-        action = partial(self.exchange.run, program, (address, address), description)
-        return self._runner.start(description, action, tensors, is_async=opts.asyncOp)
+        action = partial(self.exchange.run_at, prepared, tensor.data_ptr())
+        return self._runner.start(prepared.call, action, tensors, is_async=opts.asyncOp)
 
-    def _prepare_short_sum(self, key: Hashable, tensors: Sequence[Tensor], opts: Any) -> tuple[bytes, Program] | None:
-        """Return the description and the program of a sum, and keep them; None if it is not a short one."""
+    def _prepare_short_sum(self, key: Hashable, tensors: Sequence[Tensor], opts: Any) -> PreparedCall | None:
+        """Return what makes a sum like this one, and keep it; None if it is not a short one."""
         (tensor,) = tensors
-        how = reduction(ReduceOp.SUM, tensor.dtype)
-        parts = one_part_each(self.size(), how.kind, tensor.element_size() // how.width)
+        exchange, how = self.exchange, reduction(_SUM, tensor.dtype)
+        parts = one_part_each(exchange.size, how.kind, tensor.element_size() // how.width)
         count = tensor.numel() * how.width
-        is_brief = self.size() == 1 or is_short(self.exchange.ranks, parts, count)
-        if how.kind == BY_TORCH or not is_brief:
+        is_alone = exchange.size == 1
+        if how.kind == BY_TORCH or not (is_alone or is_short(exchange.ranks, parts, count)):
             return None
-        call = ALL_REDUCE.read([tensors, opts], {})
-        program = barrier() if self.size() == 1 else reduce_short(self.exchange.ranks, parts, count)
+        call = ALL_REDUCE.describe(ALL_REDUCE.read([tensors, opts], {}), self._global_ranks)
+        program = barrier() if is_alone else reduce_short(exchange.ranks, parts, count)
         if len(self._short_sums) >= _MOST_SHORT_SUMS:
             self._short_sums.clear()
-        found = self._short_sums[key] = ALL_REDUCE.describe(call, self._global_ranks), program
+        found = self._short_sums[key] = exchange.prepare(program, call)
         return found
 
-    def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work:
+    def make_call(self, collective: Collective, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Work | None:
         """Make one call of the table's (collective)."""
         call = collective.read(arguments, keywords)
         if collective.root:
@@ -143,7 +142,7 @@ class ShmProcessGroup(LockstepGroup):
             call.description, partial(run, self.exchange, call), call.outputs, is_async=call.is_async
         )
 
-    def _call_torch(self, collective: Collective, call: CollectiveCall, tensor: Tensor) -> Work:
+    def _call_torch(self, collective: Collective, call: CollectiveCall, tensor: Tensor) -> Work | None:
         """Make a call of which shared memory cannot carry `tensor`."""
         if collective.is_coalesced:
             raise ValueError(
@@ -183,7 +182,7 @@ class ShmProcessGroup(LockstepGroup):
         call: bytes,
         *,
         is_async: bool,
-    ) -> Work:
+    ) -> Work | None:
         """Sum subtrees of shards in the order of the tree, several on each rank, into `out` on every rank.
 
         `parts` are flat, contiguous and like `out`; they are not written to, unless one is `out`. `layout` has the
@@ -214,7 +213,7 @@ class ShmProcessGroup(LockstepGroup):
                     f"Rank {self._peers.global_rank} timed out in monitoredBarrier. {error}"
                 ) from error
 
-        self._runner.start(call, action, [], is_async=False).wait()
+        self._runner.start(call, action, [], is_async=False)
 
     # -- Messages ------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ of them: either all go on or all raise.
 import ctypes
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, final
 
 import torch
@@ -29,7 +29,6 @@ NOWHERE: Final = -1
 _TEXT: Final = 8
 """Where the text of a page begins, after the location."""
 _BLOCK_BYTES: Final = 16 << 10
-_LONGEST_SPIN_NS: Final = 100_000
 _FIRST_SPIN_NS: Final = 20_000
 DONE, WAITING, DIFFERENT, HAS_PLACES, NEEDS_TORCH = range(5)
 
@@ -39,10 +38,31 @@ class Exchange(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("counter", "pages", "buffers", "scratch", "stop", "reached")),
-        *((name, ctypes.c_int64) for name in ("page_bytes", "buffer_bytes", "size", "rank", "at")),
-        *((name, ctypes.c_int64) for name in ("most_spin_ns", "spin_ns")),
-        *((name, ctypes.c_uint32) for name in ("arrivals", "parity", "has_arrived", "may_spin")),
+        *((name, ctypes.c_int64) for name in ("page_bytes", "buffer_bytes", "size", "rank")),
+        *((name, ctypes.c_int64) for name in ("spin_ns", "spins_from")),
+        *((name, ctypes.c_uint32) for name in ("arrivals", "parity", "has_arrived", "may_spin", "has_core")),
     )
+
+
+@final
+class PreparedCall(ctypes.Structure):
+    """A program and what it is run with, to be run once or, with other addresses in its table, again.
+
+    It begins with the structure of this name in `native/shm.c`.
+    """
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("exchange_address", "program_address", "table_address")),
+        ("text", ctypes.c_char_p),
+        *((name, ctypes.c_int64) for name in ("length", "location", "at")),
+    )
+
+    def __init__(self, exchange: int, program: Program, addresses: Sequence[int], call: bytes, location: int) -> None:
+        self.program = program
+        self.table = array("q", addresses)
+        self.call = call
+        self.address = ctypes.addressof(self)
+        super().__init__(exchange, program.address, self.table.buffer_info()[0], call, len(call), location)
 
 
 @final
@@ -57,7 +77,9 @@ class PhaseExchange:
         self._peers = peers
         self.caller: str | int | None = None
         """Where the call was made: the user's line, or the thread that waits for the call; None for this thread."""
-        self._scratch = ctypes.create_string_buffer(0)
+        self.may_spin = False
+        """Whether a wait for a phase spins: set while the caller of a blocking call runs it itself."""
+        self._num_scratch, self._scratch = 0, ctypes.create_string_buffer(0)
         self._library = native.load()
         base = memory.address
         self._state = Exchange(
@@ -70,8 +92,8 @@ class PhaseExchange:
             size=peers.size,
             rank=peers.rank,
             stop=peers.stop_address,
-            most_spin_ns=_LONGEST_SPIN_NS if peers.has_core else 0,
-            spin_ns=_FIRST_SPIN_NS if peers.has_core else 0,
+            spin_ns=_FIRST_SPIN_NS,
+            has_core=peers.has_core,
         )
         self._state_address = ctypes.addressof(self._state)
 
@@ -90,10 +112,18 @@ class PhaseExchange:
         `call` is compared in a program that begins a call, and is what messages name in any; `how` is to reduce what
         only torch can. If the calls differ, all ranks raise.
         """
-        code = self._go(program, addresses, call, location, how=how, timeout_seconds=timeout_seconds)
-        if code == DIFFERENT:
-            raise self._explain_mismatch()
-        return code == HAS_PLACES
+        prepared = PreparedCall(self._state_address, program, addresses, call, location)
+        return self._run(prepared, how, timeout_seconds) == HAS_PLACES
+
+    def prepare(self, program: Program, call: bytes) -> PreparedCall:
+        """Return a call of one tensor, which is replaced, for `run_at`."""
+        return PreparedCall(self._state_address, program, (0, 0), call, NOWHERE)
+
+    def run_at(self, prepared: PreparedCall, address: int) -> None:
+        """Run what was prepared, on a tensor at `address` (collective); a rank alone has its result."""
+        if self.size > 1:
+            prepared.table[0] = prepared.table[1] = address
+            self._run(prepared)
 
     def find_line(self) -> str:
         """Return the line of the user's code that made the call which runs now."""
@@ -101,7 +131,8 @@ class PhaseExchange:
 
     def compare_calls(self, call: bytes, timeout_seconds: float | None = None) -> None:
         """Return when every rank has made this call, or raise on all alike if they differ (collective)."""
-        self.run(programs.barrier(), (), call, timeout_seconds=timeout_seconds)
+        if self.size > 1:
+            self.run(programs.barrier(), (), call, timeout_seconds=timeout_seconds)
 
     def locations(self, num_bytes: int) -> list[int]:
         """Return the location in its heap that each rank has published in the phase that is over; checked."""
@@ -114,47 +145,53 @@ class PhaseExchange:
                 )
         return found
 
+    def _run(
+        self,
+        prepared: PreparedCall,
+        how: tuple[Reduction, torch.dtype] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> int:
+        code = self._go(prepared, how, timeout_seconds)
+        if code == DIFFERENT:
+            raise self._explain_mismatch()
+        return code
+
     def _go(
         self,
-        program: Program,
-        addresses: Sequence[int],
-        call: bytes,
-        location: int = NOWHERE,
-        *,
+        prepared: PreparedCall,
         how: tuple[Reduction, torch.dtype] | None = None,
         timeout_seconds: float | None = None,
     ) -> int:
         """Run a program, and return why it has stopped (collective)."""
-        if program.num_scratch * _BLOCK_BYTES > len(self._scratch):
-            self._scratch = ctypes.create_string_buffer(program.num_scratch * _BLOCK_BYTES)
+        if prepared.program.num_scratch > self._num_scratch:
+            self._num_scratch = prepared.program.num_scratch
+            self._scratch = ctypes.create_string_buffer(self._num_scratch * _BLOCK_BYTES)
             self._state.scratch = ctypes.addressof(self._scratch)
-        state = self._state
-        state.at = 0
-        state.may_spin = self._peers.may_spin
-        table = array("q", addresses)
-        arguments = (self._state_address, program.address, table.buffer_info()[0], call, len(call), location)
+        prepared.at = 0
+        self._state.may_spin = self.may_spin
         try:
-            code: int = self._library.lockstep_run(*arguments)
-            while code in {NEEDS_TORCH, WAITING}:
-                if code == NEEDS_TORCH:
-                    self._reduce_by_torch(program, addresses, how)
-                    code = self._library.lockstep_run(*arguments)
+            code: int = self._library.lockstep_run(prepared.address)
+            while True:
+                if code == WAITING:
+                    code = self._wait(prepared, timeout_seconds)
+                elif code == NEEDS_TORCH:
+                    self._reduce_by_torch(prepared, how)
+                    code = self._library.lockstep_run(prepared.address)
                 else:
-                    code = self._wait(call, lambda: self._library.lockstep_run(*arguments), timeout_seconds)
+                    return code
         except BaseException:
             # The phase failed here, so the others must not find it over.
             self._library.lockstep_withdraw(self._state_address)
             raise
-        return code
 
-    def _wait(self, call: bytes, go_on: Callable[[], int], timeout_seconds: float | None) -> int:
-        """Look after the other ranks until the phase is over; return why `go_on` has returned then."""
+    def _wait(self, prepared: PreparedCall, timeout_seconds: float | None) -> int:
+        """Look after the other ranks until the phase is over; return why the program has stopped then."""
         code = WAITING
         missing = self._missing()
-        with self._peers.long_wait(call, missing[0] if missing else None, timeout_seconds) as wait:
+        with self._peers.long_wait(prepared.call, missing[0] if missing else None, timeout_seconds) as wait:
             while code == WAITING:
                 wait.look(self._missing)
-                code = go_on()
+                code = self._library.lockstep_run(prepared.address)
         return code
 
     def _missing(self) -> list[int]:
@@ -169,11 +206,9 @@ class PhaseExchange:
         """Return where the page of a rank is that was published in the phase that is over."""
         return self.memory.address + self.memory.layout.call(rank, 1 - self._state.parity)
 
-    def _reduce_by_torch(
-        self, program: Program, addresses: Sequence[int], how: tuple[Reduction, torch.dtype] | None
-    ) -> None:
+    def _reduce_by_torch(self, prepared: PreparedCall, how: tuple[Reduction, torch.dtype] | None) -> None:
         assert how is not None
-        row = programs.read_reduction(program, self._state.at)
+        row = programs.read_reduction(prepared.program, prepared.at)
 
         def tensor(place: int) -> Tensor:
             base, offset = divmod(place, 1 << programs.PLACE_BITS)
@@ -181,17 +216,17 @@ class PhaseExchange:
                 parity = self._state.parity if base < self.size else 1 - self._state.parity
                 start = self.memory.address + self.memory.layout.send_buffer(base % self.size, parity)
             else:
-                start = addresses[base - 2 * self.size]
+                start = prepared.table[base - 2 * self.size]
             return tensor_at(start + offset, how[1], row.num_elements)
 
         copies = [tensor(place) for place in row.copies]
         reduce_into(tensor(row.out), [tensor(place) for place in row.parts], how[0], row.steps, copies)
-        self._state.at += row.row_length
+        prepared.at += row.row_length
 
     def _explain_mismatch(self) -> CollectiveMismatchError:
         """Exchange the lines of the users' code too, and return the error for different calls (collective)."""
         calls = self._read_pages()
-        self._go(programs.barrier(), (), self.find_line().encode()[:LONGEST_CALL])
+        self._go(self.prepare(programs.barrier(), self.find_line().encode()[:LONGEST_CALL]))
         lines = [line.decode(errors="replace") for line in self._read_pages()]
         return explain_mismatch(
             dict(zip(self.global_ranks, calls, strict=True)), dict(zip(self.global_ranks, lines, strict=True))

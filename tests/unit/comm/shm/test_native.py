@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lockstep.comm.shm import native
 from lockstep.comm.shm.arithmetic import _SUMS, Step, count_scratch, schedule
-from lockstep.comm.shm.phases import DONE, Exchange
-from lockstep.comm.shm.programs import END, PLACE_BITS, REDUCE
+from lockstep.comm.shm.phases import DONE, NOWHERE, Exchange, PreparedCall
+from lockstep.comm.shm.programs import END, PLACE_BITS, REDUCE, Program
 
 KINDS = {dtype: kind for dtype, (kind, width) in _SUMS.items() if width == 1}
 BLOCK_BYTES = 16 << 10
@@ -45,13 +45,12 @@ def reduce_natively(
     numbers = [number for step in steps for number in (step.left, step.right, step.target)]
     places = [(2 + number) << PLACE_BITS for number in range(1 + len(parts))]
     row = [kind, count, len(parts), len(steps), 0, *places, *numbers]
-    program, table = array("q", [REDUCE, 2 + len(row), *row, END]), array("q", [out, *parts])
-    scratch = ctypes.create_string_buffer(max(count_scratch(steps, len(parts)), 1) * BLOCK_BYTES)
+    rows = array("q", [REDUCE, 2 + len(row), *row, END])
+    program = Program(rows, rows.buffer_info()[0], count_scratch(steps, len(parts)))
+    scratch = ctypes.create_string_buffer(max(program.num_scratch, 1) * BLOCK_BYTES)
     exchange = Exchange(size=1, scratch=ctypes.addressof(scratch))
-    code = library.lockstep_run(
-        ctypes.addressof(exchange), program.buffer_info()[0], table.buffer_info()[0], b"", 0, -1
-    )
-    assert code == DONE
+    call = PreparedCall(ctypes.addressof(exchange), program, [out, *parts], b"", NOWHERE)
+    assert library.lockstep_run(call.address) == DONE
 
 
 def patterns(dtype: torch.dtype, length: int, seed: int) -> Tensor:

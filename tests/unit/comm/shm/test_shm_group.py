@@ -191,7 +191,7 @@ def test_the_error_that_broke_a_group_is_told_by_later_calls(group: Any, monkeyp
     def fail(*_: Any) -> None:
         raise ArithmeticError("one too many.")
 
-    monkeypatch.setattr("lockstep.comm.shm.phases.PhaseExchange.run", fail)
+    monkeypatch.setattr("lockstep.comm.shm.phases.PhaseExchange.run_at", fail)
     with pytest.raises(ArithmeticError):
         dist.all_reduce(ONE.clone())
     with pytest.raises(GroupError, match=r"ended on this rank with ArithmeticError: one too many\.") as caught:

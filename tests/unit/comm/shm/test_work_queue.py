@@ -12,7 +12,7 @@ from typing import Any, final
 import pytest
 import torch
 
-from lockstep.comm.shm.work import CompletedWork, QueuedWork, WorkQueue
+from lockstep.comm.shm.work import QueuedWork, WorkQueue
 from lockstep.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError
 
 PATIENCE = 30
@@ -53,10 +53,8 @@ def fail() -> None:
 
 def test_a_call_that_is_waited_for_at_once_needs_no_thread(queue: WorkQueue) -> None:
     ran_by = []
-    work = queue.run(lambda: ran_by.append(threading.current_thread()), [ONE])
+    queue.run(lambda: ran_by.append(threading.current_thread()), [ONE])
     assert ran_by == [threading.current_thread()]
-    assert work.is_completed()
-    assert work.wait()
     assert not [thread for thread in threading.enumerate() if thread.name == "test"]
 
 
@@ -206,7 +204,7 @@ def test_ctrl_c_ends_the_waiting_for_a_call_that_another_thread_runs_and_not_the
     assert not work.is_completed()
     gate.opened.set()
     assert work.wait()
-    assert queue.run(lambda: None, []).wait()
+    queue.run(lambda: None, [])
 
 
 @final
@@ -242,7 +240,7 @@ def test_ctrl_c_does_not_leave_the_lock_taken(queue: WorkQueue) -> None:
             call()
         queue._run_lock = turn
         assert not turn._is_owned()  # type: ignore[attr-defined]
-    assert queue.run(lambda: None, []).wait()
+    queue.run(lambda: None, [])
 
 
 def test_ctrl_c_does_not_lose_a_call(queue: WorkQueue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,19 +332,6 @@ def test_closing_lets_a_running_call_end() -> None:
     assert gate.thread is not None
     gate.thread.join(PATIENCE)
     assert not gate.thread.is_alive()
-
-
-def test_what_was_done_at_once_is_a_work_like_any_other() -> None:
-    work = CompletedWork([ONE])
-    assert work.wait()
-    assert work.wait(timedelta(seconds=1))
-    assert work.is_completed()
-    assert work.is_success()
-    assert work.get_future().done()
-    assert work.result() == [ONE]
-    work.synchronize()
-    work.block_current_stream()  # torch's own raises that it is not there
-    assert work.get_future().then(lambda done: done.value()[0]).wait() is ONE
 
 
 def wait_in_vain(call: QueuedWork) -> None:

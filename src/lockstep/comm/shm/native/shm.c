@@ -25,6 +25,7 @@
 #define _GNU_SOURCE /* syscall, clock_gettime */
 #include <errno.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -76,22 +77,32 @@ static void wake(Counter *counter)
         syscall(SYS_futex, &counter->value, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
 
-/* Wait until the counter has come to `target`: first busily, then asleep. Return 0 after `sleep_ns`, at a signal, or when
- * another thread of this process says `stop`. */
-static int wait_until(Counter *counter, uint32_t target, int64_t spin_ns, int64_t sleep_ns, _Atomic int32_t *stop)
+static int has_come(Counter *counter, uint32_t target)
 {
-    if (has_reached(atomic_load_explicit(&counter->value, memory_order_acquire), target))
-        return 1;
-    if (spin_ns > 0) {
-        int64_t end = nanoseconds() + spin_ns;
-        do {
-            for (int i = 0; i < SPINS_BETWEEN_CLOCKS; i++) {
-                relax();
-                if (has_reached(atomic_load_explicit(&counter->value, memory_order_acquire), target))
-                    return 1;
-            }
-        } while (nanoseconds() < end);
-    }
+    return has_reached(atomic_load_explicit(&counter->value, memory_order_acquire), target);
+}
+
+/* Wait busily until the counter has come to `target`, at most for `spin_ns`. With `yields` another process runs on this
+ * core meanwhile, if one can. */
+static int spin_until(Counter *counter, uint32_t target, int64_t spin_ns, int yields)
+{
+    int64_t end = nanoseconds() + spin_ns;
+    do {
+        if (yields)
+            sched_yield();
+        for (int i = 0; i < (yields ? 1 : SPINS_BETWEEN_CLOCKS); i++) {
+            relax();
+            if (has_come(counter, target))
+                return 1;
+        }
+    } while (nanoseconds() < end);
+    return 0;
+}
+
+/* Wait asleep until the counter has come to `target`. Return 0 after `sleep_ns`, at a signal, or when another thread of
+ * this process says `stop`. */
+static int sleep_until(Counter *counter, uint32_t target, int64_t sleep_ns, _Atomic int32_t *stop)
+{
     int reached;
     int64_t end = nanoseconds() + sleep_ns;
     atomic_fetch_add(&counter->sleepers, 1);
@@ -124,7 +135,8 @@ EXPORT uint32_t lockstep_read(Counter *counter)
 
 EXPORT int lockstep_wait(Counter *counter, uint32_t target, int64_t spin_ns, int64_t sleep_ns, _Atomic int32_t *stop)
 {
-    return wait_until(counter, target, spin_ns, sleep_ns, stop);
+    return has_come(counter, target) || (spin_ns > 0 && spin_until(counter, target, spin_ns, 0)) ||
+           sleep_until(counter, target, sleep_ns, stop);
 }
 
 /* Let whoever sleeps at a counter look again, a thread of this process for which `stop` was set among them. */
@@ -280,6 +292,9 @@ enum {
     BLOCK_BYTES = 16 << 10, /* some operands and a result stay in a core's first-level cache */
     SLEEP_NS = 50000000,
     LEAST_SPIN_NS = 1000,
+    MOST_SPIN_NS = 100000,
+    LATE_NS = 500000, /* a spin that took longer has given its core away for a time slice */
+    NO_SPIN_NS = 250000000, /* for how long none is tried then */
 };
 static const int64_t NOWHERE = -1;
 
@@ -293,14 +308,24 @@ typedef struct {
     char *reached; /* shared: one word for each rank, a cache line apart: in which phase it has arrived */
     int64_t page_bytes, buffer_bytes;
     int64_t size, rank;
-    int64_t at;          /* the row where the program stands */
-    int64_t most_spin_ns; /* how long a wait may spin; 0 where ranks have no core of their own */
-    int64_t spin_ns;     /* how long it does: longer after spins that were enough */
+    int64_t spin_ns;     /* how long a wait spins: longer after spins that were enough */
+    int64_t spins_from;  /* on the clock: before it, a wait does not spin */
     uint32_t arrivals;   /* what the counter says when this phase is over */
     uint32_t parity;     /* which send buffers are written to now */
     uint32_t has_arrived;
     uint32_t may_spin;
+    uint32_t has_core;   /* whether there is a core for every rank */
 } Exchange;
+
+/* What is run. The same as `PreparedCall` in `phases.py`. */
+typedef struct {
+    Exchange *exchange;
+    const int64_t *program, *table;
+    const char *text; /* what the ranks compare */
+    int64_t length;   /* of the text */
+    int64_t location; /* where in this rank's heap its tensor lies */
+    int64_t at;       /* the row where the program stands */
+} PreparedCall;
 
 static char *page_of(const Exchange *x, int64_t rank) { return x->pages + (2 * rank + x->parity) * x->page_bytes; }
 
@@ -321,6 +346,26 @@ static _Atomic uint32_t *reached_by(const Exchange *x)
     return (_Atomic uint32_t *)(void *)(x->reached + LINE_BYTES * x->rank);
 }
 
+/* Spin until the phase is over, about as long as that was worth it before.
+ *
+ * Without a core of its own a rank yields: the next rank runs at once, where to sleep and to be woken takes two system
+ * calls and an interrupt of a core, ten times as long. But if a process that does not yield runs there too, it keeps the
+ * core for its time slice, milliseconds; a rank that sleeps gets the core when it is woken. So waits sleep for a while. */
+static void spin_for_phase(Exchange *x)
+{
+    int64_t start = nanoseconds();
+    if (start < x->spins_from)
+        return;
+    int is_over = spin_until(x->counter, x->arrivals, x->spin_ns, !x->has_core);
+    int64_t end = nanoseconds();
+    if (!x->has_core && end - start > LATE_NS)
+        x->spins_from = end + NO_SPIN_NS;
+    else if (is_over)
+        x->spin_ns = x->spin_ns * 2 < MOST_SPIN_NS ? x->spin_ns * 2 : MOST_SPIN_NS;
+    else
+        x->spin_ns = x->spin_ns / 2 > LEAST_SPIN_NS ? x->spin_ns / 2 : LEAST_SPIN_NS;
+}
+
 /* Arrive, unless that was done, and wait until all have; 0 if they have not yet. */
 static int end_phase(Exchange *x)
 {
@@ -330,32 +375,27 @@ static int end_phase(Exchange *x)
         if (atomic_fetch_add(&x->counter->value, 1) + 1 == x->arrivals)
             wake(x->counter);
         x->has_arrived = 1;
-        int64_t spin_ns = x->may_spin ? x->spin_ns : 0;
-        if (spin_ns > 0) {
-            if (wait_until(x->counter, x->arrivals, spin_ns, 0, x->stop))
-                x->spin_ns = x->spin_ns * 2 < x->most_spin_ns ? x->spin_ns * 2 : x->most_spin_ns;
-            else
-                x->spin_ns = x->spin_ns / 2 > LEAST_SPIN_NS ? x->spin_ns / 2 : LEAST_SPIN_NS;
-        }
+        if (x->may_spin && !has_come(x->counter, x->arrivals))
+            spin_for_phase(x);
     }
-    if (!wait_until(x->counter, x->arrivals, 0, SLEEP_NS, x->stop))
+    if (!has_come(x->counter, x->arrivals) && !sleep_until(x->counter, x->arrivals, SLEEP_NS, x->stop))
         return 0;
     x->has_arrived = 0;
     x->parity = 1 - x->parity;
     return 1;
 }
 
-static void publish(const Exchange *x, const char *text, int64_t length, int64_t location)
+static void publish(const Exchange *x, const PreparedCall *call)
 {
     char *page = page_of(x, x->rank);
-    int32_t short_length = (int32_t)length;
-    memcpy(page, &location, sizeof location);
-    memcpy(page + sizeof location, &short_length, sizeof short_length);
-    memcpy(page + TEXT, text, (size_t)length);
+    int32_t short_length = (int32_t)call->length;
+    memcpy(page, &call->location, sizeof call->location);
+    memcpy(page + sizeof call->location, &short_length, sizeof short_length);
+    memcpy(page + TEXT, call->text, (size_t)call->length);
 }
 
 /* Whether every rank has published this text in the phase that is over. All of a page is read within a page. */
-static int is_same_call(Exchange *x, const char *text, int64_t length)
+static int is_same_call(Exchange *x, const PreparedCall *call)
 {
     int same = 1;
     x->parity = 1 - x->parity;
@@ -363,7 +403,7 @@ static int is_same_call(Exchange *x, const char *text, int64_t length)
         const char *page = page_of(x, rank);
         int32_t found;
         memcpy(&found, page + sizeof(int64_t), sizeof found);
-        same = found == length && memcmp(page + TEXT, text, (size_t)length) == 0;
+        same = found == call->length && memcmp(page + TEXT, call->text, (size_t)call->length) == 0;
     }
     x->parity = 1 - x->parity;
     return same;
@@ -407,33 +447,34 @@ static void reduce(const Exchange *x, const int64_t *table, const int64_t *row)
     }
 }
 
-/* Go on with a program from row `at`. `text` is this call, `location` where in this rank's heap its tensor lies. */
-EXPORT int lockstep_run(Exchange *x, const int64_t *program, const int64_t *table, const char *text, int64_t length,
-                        int64_t location)
+/* Go on with a program from where it stands. */
+EXPORT int lockstep_run(PreparedCall *call)
 {
+    Exchange *x = call->exchange;
+    const int64_t *table = call->table;
     for (;;) {
-        const int64_t *row = program + x->at;
+        const int64_t *row = call->program + call->at;
         switch (row[0]) {
         case COPY:
             memcpy(resolve(x, table, row[1]), resolve(x, table, row[2]), (size_t)row[3]);
-            x->at += 4;
+            call->at += 4;
             break;
         case CALL:
             if (!x->has_arrived)
-                publish(x, text, length, location);
+                publish(x, call);
             if (!end_phase(x))
                 return WAITING;
-            x->at += 1;
-            if (!is_same_call(x, text, length))
+            call->at += 1;
+            if (!is_same_call(x, call))
                 return DIFFERENT;
             break;
         case PHASE:
             if (!end_phase(x))
                 return WAITING;
-            x->at += 1;
+            call->at += 1;
             break;
         case PLACES:
-            x->at += 1;
+            call->at += 1;
             if (has_location(x))
                 return HAS_PLACES;
             break;
@@ -441,7 +482,7 @@ EXPORT int lockstep_run(Exchange *x, const int64_t *program, const int64_t *tabl
             if (row[2] < 0)
                 return NEEDS_TORCH;
             reduce(x, table, row);
-            x->at += row[1];
+            call->at += row[1];
             break;
         default:
             return DONE;
