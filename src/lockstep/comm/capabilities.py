@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
@@ -20,7 +19,7 @@ from lockstep.shards.tree import Node
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCapabilities:
     owns_memory: bool = False
-    """It allocates CPU tensors that it reduces without copying them; see `OwnsMemory`."""
+    """It allocates CPU tensors that it reduces without copying them (`allocate_tensor`)."""
     adds_in_order: bool = False
     """It adds CPU tensors in the order of the tree; see `AddsInOrder`."""
     is_host_local: bool = False
@@ -33,13 +32,6 @@ class GroupCapabilities:
     """A rank can report to the others that it makes no more calls, and why; see `ReportsExits`."""
 
 
-class OwnsMemory(Protocol):
-    def allocate_tensor(
-        self, size: int | Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None
-    ) -> Tensor:
-        """Return a tensor of zeros (local)."""
-
-
 class AddsInOrder(Protocol):
     def ordered_all_reduce(  # what is reduced, and what is compared
         self,
@@ -50,8 +42,8 @@ class AddsInOrder(Protocol):
         call: bytes,
         *,
         is_async: bool,
-    ) -> Work:
-        """Sum subtrees of shards, several on each rank, into `out` on every rank (collective)."""
+    ) -> Work | None:
+        """Sum subtrees of shards, several on each rank, into `out` on every rank (collective); None if it is done."""
 
 
 class ComparesCalls(Protocol):

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Final, cast, final
+from typing import Any, Final, cast, final
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from lockstep.comm.calls import (
     require_equal_texts,
     unpack_text,
 )
-from lockstep.comm.capabilities import ComparesCalls, OwnsMemory, capabilities_of
+from lockstep.comm.capabilities import ComparesCalls, capabilities_of
 from lockstep.comm.world import World, current_world
 from lockstep.errors import CollectiveMismatchError, GroupError
 from lockstep.processes.user_line import find_user_line
@@ -163,7 +163,8 @@ def allocate_buffer(num_elements: int, dtype: torch.dtype, device: torch.device,
     """Return a flat tensor of zeros that the group reduces with as few copies as it can (local)."""
     if device.type == "cpu" and capabilities_of(group).owns_memory:
         with suppress(GroupError):  # a rank is lost: the first call says so, unless the workers are replaced before
-            return cast("OwnsMemory", group).allocate_tensor(num_elements, dtype=dtype, device=device)
+            allocated: Tensor = cast("Any", group).allocate_tensor(num_elements, dtype=dtype, device=device)
+            return allocated
     return torch.zeros(num_elements, dtype=dtype, device=device)
 
 

@@ -54,111 +54,6 @@ class PeerState(IntEnum):
 
 
 @final
-class RankStates:
-    def __init__(self, memory: Memory, rank: int, handles: GroupHandles, global_ranks: Sequence[int]) -> None:
-        self._memory = memory
-        self._rank = rank
-        self._global_ranks = global_ranks
-        self._global_rank = global_ranks[rank]
-        self._member = this_process()
-        self._pids = handles.pids
-        self._pidfds = handles.pidfds
-
-    def publish(self, state: PeerState, reason: str = "", lost: int = 0) -> None:
-        """Publish that this rank left the group and why; only the first call counts, and none from a forked child."""
-        if this_process() != self._member:
-            return
-        page = self._memory.address + self._memory.layout.state(self._rank)
-        if self.read(self._rank)[0] is PeerState.JOINED:
-            write_text(page + _REASON, reason.encode(), _TEXT_BYTES)
-            ctypes.memmove(page + 4, struct.pack("<i", lost), 4)
-            native.load().lockstep_fence()  # the text before the state
-            ctypes.memmove(page, struct.pack("<i", state), 4)
-
-    def read(self, peer: int) -> tuple[PeerState, int, str]:
-        """Return the state of a rank, the rank that it has lost, and why it left."""
-        page = self._memory.address + self._memory.layout.state(peer)
-        state, lost = struct.unpack("<ii", ctypes.string_at(page, 8))
-        reason = read_text(page + _REASON, _TEXT_BYTES).decode(errors="replace") if state else ""
-        return PeerState(state), lost, reason
-
-    def publish_waiting(self, call: bytes) -> None:
-        """Publish the call that this rank waits in; empty for none."""
-        write_text(self._memory.address + self._memory.layout.state(self._rank) + _WAITING, call, _TEXT_BYTES)
-
-    def describe_waiting(self, peer: int) -> str:
-        page = self._memory.address + self._memory.layout.state(peer)
-        waiting = read_text(page + _WAITING, _TEXT_BYTES).decode(errors="replace")
-        name = self._global_ranks[peer]
-        return f"Rank {name} waits in {waiting}" if waiting else f"Rank {name} is not in a call of this group"
-
-    def find_lost(self, peers: Sequence[int]) -> int | None:
-        """Return one of `peers` that has left in whatever way, or None."""
-        for peer in peers:
-            if self.read(peer)[0] is not PeerState.JOINED or self.has_ended(peer):
-                native.load().lockstep_fence()  # what it did before that is seen by whoever looks now
-                return peer
-        return None
-
-    def find_killed(self) -> int | None:
-        """Return a rank that was killed or has failed, and did not just leave, or None."""
-        for peer in self._pidfds:
-            if self.read(peer)[0] is not PeerState.LEFT and self.find_lost([peer]) is not None:
-                return peer
-        return None
-
-    def has_ended(self, peer: int) -> bool:
-        if peer not in self._pidfds:  # this rank
-            return False
-        poll = select.poll()
-        poll.register(self._pidfds[peer], select.POLLIN)
-        return bool(poll.poll(0))
-
-    def find_first_lost(self, peer: int) -> int:
-        """Return the rank that was lost first: a rank that is BROKEN names the rank that it lost."""
-        seen = {self._rank}
-        while peer not in seen:
-            seen.add(peer)
-            state, lost, _ = self.read(peer)
-            if state is PeerState.BROKEN and lost != self._rank:
-                peer = lost
-        return peer
-
-    def error_of(self, peer: int) -> PeerLostError:
-        return PeerLostError(self._explain_lost(peer), rank=self._global_ranks[peer])
-
-    def others(self) -> list[int]:
-        return [*self._pidfds]
-
-    def close(self) -> None:
-        for descriptor in self._pidfds.values():
-            os.close(descriptor)
-        self._pidfds = {}
-
-    def _explain_lost(self, peer: int) -> str:
-        state, _, reason = self.read(peer)
-        name = self._global_ranks[peer]
-        if state in {PeerState.FAILED, PeerState.TIMED_OUT}:
-            return f"Rank {name} failed: {reason} (LS203)"
-        if state is PeerState.LEFT and reason:
-            return (
-                f"Rank {name} has left the group, which rank {self._global_rank} still needs, while it handled "
-                f"{reason} (LS203)"
-            )
-        if state is PeerState.LEFT:
-            return (
-                f"Rank {name} has left the group (it destroyed it, or its script ended), but rank {self._global_rank} "
-                "still needs it. Every rank must make the same calls; look for a loop that is longer on some ranks, or "
-                "a batch that one has skipped. (LS203)"
-            )
-        return (
-            f"Rank {name} (process {self._pids.get(peer)}) is lost: its process exited without reporting an error. It "
-            "was killed or crashed, or ended by os._exit and did not destroy the group, as forked children of "
-            "multiprocessing do. Look at its log, and in the system log for a lack of memory. (LS203)"
-        )
-
-
-@final
 class Counter:
     """A counter in the group's memory: one rank adds to it, another takes what was added, one after another."""
 
@@ -250,17 +145,17 @@ class Peers:
         """Of a number that ends the sleeps of all threads of this process once it is not 0."""
         call_in_children(self._break_in_child)
         self._recorder = own_recorder()
-        self._memory = memory
+        self._memory = memory  # which is mapped as long as this is there
         self.address = memory.address
         self.layout = memory.layout
-        self._states = RankStates(memory, rank, handles, global_ranks)
+        self._member = this_process()
+        self._pids = handles.pids
+        self._pidfds = handles.pidfds
         self.global_ranks = global_ranks
         """The number of each rank in messages: its rank in the default group."""
         self.global_rank = global_ranks[rank]
         self.has_core = self.size <= len(os.sched_getaffinity(0))
         """Whether there is a core for every rank, so that a wait may spin."""
-        self.may_spin = False
-        """Whether a wait for a phase spins: set while the caller of a blocking call runs it itself."""
 
     def _break_in_child(self) -> None:
         if self.broken is None:
@@ -309,26 +204,23 @@ class Peers:
         self, call: bytes, peer: int | None = None, timeout_seconds: float | None = None, *, everyone: bool = True
     ) -> Iterator[LongWait]:
         """Let the other ranks and the recorder know what this one waits in."""
-        self._states.publish_waiting(call)
+        self._publish_waiting(call)
         event = self._record_wait(-1 if peer is None else self.global_ranks[peer], call)
         try:
             yield LongWait(self, call, timeout_seconds, everyone=everyone)
         finally:
             self._recorder.end(event)
-        self._states.publish_waiting(b"")  # after an error the text stays, for the messages of the other ranks
-
-    def first_lost(self, peers: Sequence[int]) -> int | None:
-        return self._states.find_lost(peers)
+        self._publish_waiting(b"")  # after an error the text stays, for the messages of the other ranks
 
     def check(self, peers: Sequence[int]) -> None:
         """Raise if one of `peers` is lost, and name the rank that was lost first; the group is broken then."""
-        lost = self._states.find_lost(peers)
+        lost = self.first_lost(peers)
         if lost is not None:
             raise self._break(lost)
 
     def time_out(self, call: bytes, awaited: str, timeout_seconds: float) -> CollectiveTimeoutError:
         """Return the error of a wait that took too long, with what every rank waits for."""
-        doing = "; ".join(self._states.describe_waiting(peer) for peer in range(self.size) if peer != self.rank)
+        doing = "; ".join(self._describe_waiting(peer) for peer in range(self.size) if peer != self.rank)
         error = CollectiveTimeoutError(
             f"Rank {self.global_rank} waited {timeout_seconds:g} s in {call.decode()} for {awaited}. {doing}. Every "
             "rank must make the same calls in the same order; if one is only slow, give a longer timeout to "
@@ -339,7 +231,23 @@ class Peers:
         return error
 
     def publish_state(self, state: PeerState, reason: str = "", lost: int = 0) -> None:
-        self._states.publish(state, reason, lost)
+        """Publish that this rank left the group and why; only the first call counts, and none from a forked child."""
+        if this_process() != self._member:
+            return
+        page = self.address + self.layout.state(self.rank)
+        if self._read_state(self.rank)[0] is PeerState.JOINED:
+            write_text(page + _REASON, reason.encode(), _TEXT_BYTES)
+            ctypes.memmove(page + 4, struct.pack("<i", lost), 4)
+            native.load().lockstep_fence()  # the text before the state
+            ctypes.memmove(page, struct.pack("<i", state), 4)
+
+    def first_lost(self, peers: Sequence[int]) -> int | None:
+        """Return one of `peers` that has left in whatever way, or None."""
+        for peer in peers:
+            if self._read_state(peer)[0] is not PeerState.JOINED or self._has_ended(peer):
+                native.load().lockstep_fence()  # what it did before that is seen by whoever looks now
+                return peer
+        return None
 
     def raise_if_broken(self) -> None:
         if self.broken is not None:
@@ -363,18 +271,17 @@ class Peers:
     def find_lost(self, peers: Sequence[int]) -> PeerLostError | None:
         """Return the error for one of `peers` that will make no more calls, or None; does not break the group."""
         for peer in peers:
-            if self._states.has_ended(peer) or (peer != self.rank and self._states.read(peer)[0] is PeerState.LEFT):
-                lost = self._states.find_first_lost(peer)
-                return self._states.error_of(lost)
+            if self._has_ended(peer) or (peer != self.rank and self._read_state(peer)[0] is PeerState.LEFT):
+                return self._explain(peer)
         return None
 
     def find_any_lost(self) -> PeerLostError | None:
         """Return the error for the rank that was lost, failed or left first, or None; does not break the group."""
-        return self._explain(self._states.find_lost(self._states.others()))
+        return self._explain(self.first_lost([*self._pidfds]))
 
     def find_any_failed(self) -> PeerLostError | None:
         """Return the same for a rank that was killed or failed, and did not just leave."""
-        return self._explain(self._states.find_killed())
+        return self._explain(self._find_killed())
 
     def mark_broken(self, error: PeerLostError) -> None:
         """Mark the group as broken because of a lost rank, and publish it."""
@@ -396,10 +303,7 @@ class Peers:
         return lost
 
     def _explain(self, peer: int | None) -> PeerLostError | None:
-        if peer is None:
-            return None
-        lost = self._states.find_first_lost(peer)
-        return self._states.error_of(lost)
+        return None if peer is None else self._error_of(self._find_cause(peer))
 
     def end_calls(self, error: GroupError) -> None:
         """Let all calls of this rank raise `error`, those that wait now too (local, any thread)."""
@@ -420,7 +324,9 @@ class Peers:
         broken.add_note("".join(format_exception(error)))
 
     def close(self) -> None:
-        self._states.close()
+        for descriptor in self._pidfds.values():
+            os.close(descriptor)
+        self._pidfds = {}
 
     def _record_wait(self, rank: int, call: bytes) -> int:
         """Record a wait that is long already, and the line of the user's code; return the event's number."""
@@ -435,7 +341,7 @@ class Peers:
 
     def check_killed(self, lost_since: float | None) -> float | None:
         """Raise if a rank was killed or failed longer than the grace period ago; return when that was first seen."""
-        killed = self._states.find_killed()
+        killed = self._find_killed()
         if killed is None:
             return None
         # The awaited rank may have finished its own wait for the lost rank: give it time to post.
@@ -447,14 +353,80 @@ class Peers:
 
     def _break(self, peer: int) -> GroupError:
         """Mark the group as broken because `peer` is lost or timed out, and publish it; return the error."""
-        peer = self._states.find_first_lost(peer)
-        state, _, reason = self._states.read(peer)
-        error: GroupError = self._states.error_of(peer)
+        peer = self._find_cause(peer)
+        state, _, reason = self._read_state(peer)
+        error: GroupError = self._error_of(peer)
         if state is PeerState.TIMED_OUT:
             error = CollectiveTimeoutError(reason)  # no rank was lost: both ends of a wait raise the same error
         self.publish_state(PeerState.BROKEN, str(error), peer)
         self.broken = error
         return error
+
+    def _read_state(self, peer: int) -> tuple[PeerState, int, str]:
+        """Return the state of a rank, the rank that it has lost, and why it left."""
+        page = self.address + self.layout.state(peer)
+        state, lost = struct.unpack("<ii", ctypes.string_at(page, 8))
+        reason = read_text(page + _REASON, _TEXT_BYTES).decode(errors="replace") if state else ""
+        return PeerState(state), lost, reason
+
+    def _publish_waiting(self, call: bytes) -> None:
+        """Publish the call that this rank waits in; empty for none."""
+        write_text(self.address + self.layout.state(self.rank) + _WAITING, call, _TEXT_BYTES)
+
+    def _describe_waiting(self, peer: int) -> str:
+        page = self.address + self.layout.state(peer)
+        waiting = read_text(page + _WAITING, _TEXT_BYTES).decode(errors="replace")
+        name = self.global_ranks[peer]
+        return f"Rank {name} waits in {waiting}" if waiting else f"Rank {name} is not in a call of this group"
+
+    def _has_ended(self, peer: int) -> bool:
+        if peer not in self._pidfds:  # this rank
+            return False
+        poll = select.poll()
+        poll.register(self._pidfds[peer], select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _find_killed(self) -> int | None:
+        """Return a rank that was killed or has failed, and did not just leave, or None."""
+        for peer in self._pidfds:
+            if self._read_state(peer)[0] is not PeerState.LEFT and self.first_lost([peer]) is not None:
+                return peer
+        return None
+
+    def _find_cause(self, peer: int) -> int:
+        """Return the rank that was lost first: a rank that is BROKEN names the rank that it lost."""
+        seen = {self.rank}
+        while peer not in seen:
+            seen.add(peer)
+            state, lost, _ = self._read_state(peer)
+            if state is PeerState.BROKEN and lost != self.rank:
+                peer = lost
+        return peer
+
+    def _error_of(self, peer: int) -> PeerLostError:
+        return PeerLostError(self._explain_lost(peer), rank=self.global_ranks[peer])
+
+    def _explain_lost(self, peer: int) -> str:
+        state, _, reason = self._read_state(peer)
+        name = self.global_ranks[peer]
+        if state in {PeerState.FAILED, PeerState.TIMED_OUT}:
+            return f"Rank {name} failed: {reason} (LS203)"
+        if state is PeerState.LEFT and reason:
+            return (
+                f"Rank {name} has left the group, which rank {self.global_rank} still needs, while it handled "
+                f"{reason} (LS203)"
+            )
+        if state is PeerState.LEFT:
+            return (
+                f"Rank {name} has left the group (it destroyed it, or its script ended), but rank {self.global_rank} "
+                "still needs it. Every rank must make the same calls; look for a loop that is longer on some ranks, or "
+                "a batch that one has skipped. (LS203)"
+            )
+        return (
+            f"Rank {name} (process {self._pids.get(peer)}) is lost: its process exited without reporting an error. It "
+            "was killed or crashed, or ended by os._exit and did not destroy the group, as forked children of "
+            "multiprocessing do. Look at its log, and in the system log for a lack of memory. (LS203)"
+        )
 
 
 def _describe(error: BaseException) -> str:
