@@ -270,9 +270,8 @@ def _check_own_generators(source: ScriptSource) -> Iterator[ScriptFinding]:
         for call in source.calls:
             is_torchs = last_name(keyword(call, "generator") or call) in names
             is_own = _DRAWS_OF_ONE.search(last_name(call.func)) and owner(call).rpartition(".")[2] in names
-            if (is_own or (is_torchs and _DRAWING["torch"].search(source.full_name(call.func)))) and _is_for_samples(
-                source, call
-            ):
+            draws = is_own or (is_torchs and _DRAWING["torch"].search(source.full_name(call.func)))
+            if draws and _is_for_samples(source, call):
                 seed = seeds[-1]
                 mended = f"{ast.unparse(seed.func)}({ast.unparse(seed.args[0])} + rank)"
                 yield finding("one-seed", seed, mended, naming=str(call.lineno))
@@ -461,13 +460,8 @@ def _flows_in(source: ScriptSource, node: ast.expr, depth: int = 3) -> list[ast.
 def _world_sizes(source: ScriptSource) -> str:
     """Return a pattern of what stands for the number of ranks in this file."""
     named = [name for name, values in source.assigned.items() if "get_world_size" in " ".join(map(ast.unparse, values))]
-    return "|".join(
-        [
-            r"[\w.]*(?i:world_?size)\b",
-            r"[\w.]*\bnum_(?:gpus|ranks|replicas)\b",
-            rf"(?:self\.)?(?:{'|'.join(named) or '-'})\b",
-        ]
-    )
+    own = "|".join(named) or "-"
+    return rf"[\w.]*(?i:world_?size)\b|[\w.]*\bnum_(?:gpus|ranks|replicas)\b|(?:self\.)?(?:{own})\b"
 
 
 def _is_of_wrapped(source: ScriptSource, node: ast.AST, flows: str) -> bool:
@@ -513,9 +507,11 @@ def _check_weighted_mean(source: ScriptSource) -> Iterator[ScriptFinding]:
         weight = argument(call, "weight", 2 if is_function else 0)
         is_mean = reduction is None or "mean" in ast.unparse(reduction)
         if weight is not None and is_mean and not (isinstance(weight, ast.Constant) and weight.value is None):
+            target = ast.unparse(call.args[1]) if is_function and len(call.args) > 1 else "targets"
+            ignored = ast.unparse(keyword(call, "ignore_index") or ast.Constant(-100))
+            own = f"{ast.unparse(weight)}[{target}[{target} != {ignored}]].sum()"
             total = with_keyword(call, reduction="'sum'")
-            rest = f"lockstep.mean_over_ranks(total, {ast.unparse(weight)}[targets].sum())"
-            yield finding("weighted-mean", call, f"{total}  # the total, for {rest}")
+            yield finding("weighted-mean", call, f"{total}  # the total, for lockstep.mean_over_ranks(total, {own})")
 
 
 def _check_divided_gradients(source: ScriptSource) -> Iterator[ScriptFinding]:
