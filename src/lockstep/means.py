@@ -23,6 +23,7 @@ from lockstep.errors import LossError
 from lockstep.torch_private.groups import device_types
 
 _IN_SHARD: Final = ContextVar("whether a trainer's loss function runs", default=False)
+IS_OVER_RANKS: Final = ContextVar("whether the loss of the next backward is of mean_over_ranks", default=False)
 
 WEIGHTED_BY_TARGET: Mapping[Callable[..., Any], type[nn.Module]] = MappingProxyType(
     {functional.cross_entropy: nn.CrossEntropyLoss, functional.nll_loss: nn.NLLLoss}
@@ -107,6 +108,7 @@ def mean_over_ranks(total: Tensor, count: Tensor | float, group: ProcessGroup | 
         raise ValueError(f"{problem or others}. The total is the sum of losses, the count of how many. (LS507)")
     if not all_of_them > 0:
         raise LossError(f"The count of all ranks is {all_of_them:g}, expected more than zero. (LS507)")
+    IS_OVER_RANKS.set(True)
     return total * (world.world_size / all_of_them)
 
 

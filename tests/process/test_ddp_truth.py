@@ -232,6 +232,11 @@ def uneven_batches_are_warned_of_once_with_both_sizes(rank: int) -> Claims:
             model(torch.full((4 + 3 * rank, 3), 1.0 + rank)).mean().backward()
         with torch.no_grad():
             model(torch.ones(1 + rank, 3))
+    weighted = ls.DistributedDataParallel(linear())
+    with all_warnings() as of_weighted:  # as the warning says to write
+        for _ in range(3):
+            ls.mean_over_ranks(weighted(torch.full((4 + 3 * rank, 3), 1.0 + rank)).sum(), 4 + 3 * rank).backward()
+    yield "a mean over ranks", of_weighted, []
     (said,) = warned
     for part in ("rank 1 trained on 7 samples and rank 0 on 4", "ls.Trainer"):
         yield "uneven batches", found_in(said, part), part

@@ -47,6 +47,7 @@ from torch.utils.data import DistributedSampler, Sampler, Subset, TensorDataset
 
 from lockstep.comm import World
 from lockstep.errors import LockstepError, ReductionError
+from lockstep.means import IS_OVER_RANKS
 from lockstep.parallel.comparison.check import (
     SWITCH,
     Check,
@@ -99,7 +100,9 @@ class UnevenBatchWarning(Check):
 
     def reset(self, reduction: Reduced | None) -> None:
         if reduction is not None and self.is_compared and not self._is_done:
-            self.compare(reduction.status)
+            if not IS_OVER_RANKS.get():
+                self.compare(reduction.status)
+            IS_OVER_RANKS.set(False)
 
     def compare(self, status: GroupStatus) -> None:
         if self._is_done or status.empty:
