@@ -64,7 +64,7 @@ def fit(
     trainer.internals.on_continued = training.follow
     stop.add_listener(trainer.request_stop)
     patch = ""
-    if not trainer.join(training, before_leaving=saver.wait):
+    if not trainer.join(training, before_leaving=saver.writing.wait):
         check_metric_names(config, parts)
         if resume is not None:
             restore_run(parts, load_checkpoint(resume.path), config, resume.allowed)
@@ -75,7 +75,7 @@ def fit(
     recorder.record(_describe_run(config, parts, device, patch))
     trainer.internals.moments.start()
     is_over = trainer.cursor.epoch >= config.epochs or trainer.is_ending
-    with saver:
+    with saver.writing:
         test = _train_epochs(training)
         if test is None:
             return _confirm_saved(trainer, parts.train.num_steps, saver, run_dir)
@@ -348,7 +348,7 @@ def _write_facts(
 def _wait_for_save(trainer: Trainer, saver: RunSaver) -> None:
     """Wait on every worker until rank 0 has written the last checkpoint: if it is lost, another writes it."""
     if trainer.internals.can_continue:
-        trainer.repeatable(lambda world: gather_results(world, saver.wait, "writing the last checkpoint"))
+        trainer.repeatable(lambda world: gather_results(world, saver.writing.wait, "writing the last checkpoint"))
 
 
 def _confirm_saved(trainer: Trainer, num_steps: int | None, saver: RunSaver, run_dir: Path) -> StopResult:
@@ -359,7 +359,7 @@ def _confirm_saved(trainer: Trainer, num_steps: int | None, saver: RunSaver, run
         if trainer.world.rank != 0:
             return
         try:
-            saver.wait()
+            saver.writing.wait()
             read_manifest(path)  # a failed save may only have warned
         except CheckpointError as error:
             raise CheckpointError(

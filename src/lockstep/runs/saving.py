@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self, final
+from typing import Any, final
 
 from lockstep.checkpoint.atomic_write import remove_stale_temp_files
 from lockstep.checkpoint.file import read_manifest
@@ -60,7 +60,7 @@ class SavedCheckpoint:
 
 @final
 class RunSaver:
-    """Write the checkpoints of one run. Use it on every worker, as a context manager, which waits for the last save.
+    """Write the checkpoints of one run. Use it on every worker, within `writing`, which waits for the last save.
 
     The worker that writes removes temporary files of killed processes first, because they may fill the disk.
     """
@@ -72,7 +72,7 @@ class RunSaver:
         self._run_dir = run_dir
         self._recorder = recorder
         self._extra = extra
-        self._saver = Saver(is_async=config.async_save, on_error=config.on_save_error, on_saved=self._tell)
+        self.writing = Saver(is_async=config.async_save, on_error=config.on_save_error, on_saved=self._tell)
         self._writes = False
         self._last: _Due | None = None
         self._copy = StateCopy()
@@ -122,10 +122,6 @@ class RunSaver:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._last = _Due(**state, copy=None) if state else None
 
-    def wait(self) -> None:
-        """Wait until the last save is on the disk, or has failed: then raise, or warn, as `on_save_error` says."""
-        self._saver.wait()
-
     def _save_in_background(self, trainer: Trainer, scheduler: Scheduler | None, metrics: Mapping[str, float]) -> None:
         rank = trainer.world.rank
         copies = rank == 1 and trainer.internals.can_continue
@@ -152,19 +148,13 @@ class RunSaver:
     def _write(self, checkpoint: Checkpoint) -> None:
         self._begin_to_write()
         path = self._run_dir / checkpoint_name(checkpoint.manifest.global_step)
-        self._saver.save(path, checkpoint, self._clear_up)
+        self.writing.save(path, checkpoint, self._clear_up)
 
     def _begin_to_write(self) -> None:
         if not self._writes:
             self._writes = True
             with suppress(OSError):  # the first save will raise if the directory is not usable
                 remove_stale_temp_files(self._run_dir)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._saver.__exit__(kind, error, trace)
 
     def _tell(self, path: Path) -> None:
         self._recorder.record(CheckpointSaved(path=path, global_step=global_step_of(path)))

@@ -235,7 +235,8 @@ def test_a_skipped_step_is_no_part_of_the_epochs_mean(tmp_path: Path) -> None:
 
 def test_extra_state_of_a_model_is_kept(tmp_path: Path) -> None:
     config = parse_config(VALUES | {"model": "own_things:Extra"}, "config")
-    with RunSaver(config, tmp_path, Recorders([])) as saver:
+    saver = RunSaver(config, tmp_path, Recorders([]))
+    with saver.writing:
         saver.save(build(model="own_things:Extra").trainer, None, {})
     parts = build(model="own_things:Extra")
     restore_run(parts, load_checkpoint(find_checkpoints(tmp_path)[0]), config)
@@ -254,7 +255,8 @@ def save_epochs(
 ) -> None:
     """Train an epoch for each loss, and save the run with it."""
     parts = build()
-    with RunSaver(parse_config(VALUES | values, "config"), folder, Recorders([])) as saver:
+    saver = RunSaver(parse_config(VALUES | values, "config"), folder, Recorders([]))
+    with saver.writing:
         for epoch, loss in enumerate(losses):
             for batch in parts.train.epoch(epoch):
                 parts.trainer.step(batch)

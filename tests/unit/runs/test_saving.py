@@ -60,11 +60,11 @@ def test_the_next_rank_0_writes_what_the_lost_one_has_not_written(rank: int, tra
     (tmp_path / f".{NAME}.{'0' * 32}.tmp").touch()  # as a killed writer leaves it
     saver, digest = save_as(rank, trainer, tmp_path)
     saver.take_over(trainer, None, world(1))  # another worker has rank 0
-    saver.wait()
+    saver.writing.wait()
     assert [path.name for path in tmp_path.iterdir()] == [f".{NAME}.{'0' * 32}.tmp"]
     saver.take_over(trainer, None, world(0))
     saver.take_over(trainer, None, world(0))
-    saver.wait()
+    saver.writing.wait()
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
     # Rank 1 has kept the state that was to be written, the others write what they have.
     assert written(tmp_path / NAME) == (digest if rank == 1 else trainer.digest())
@@ -72,11 +72,11 @@ def test_the_next_rank_0_writes_what_the_lost_one_has_not_written(rank: int, tra
 
 def test_what_the_lost_one_has_written_is_kept(trainer: Trainer, tmp_path: Path) -> None:
     first, digest = save_as(0, trainer, tmp_path)
-    first.wait()
+    first.writing.wait()
     before = (tmp_path / NAME).stat().st_ino
     saver, _ = save_as(1, trainer, tmp_path)
     saver.take_over(trainer, None, world(0))
-    saver.wait()
+    saver.writing.wait()
     assert (tmp_path / NAME).stat().st_ino == before
     assert written(tmp_path / NAME) == digest
 
