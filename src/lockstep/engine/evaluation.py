@@ -11,9 +11,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, Protocol, Self, SupportsFloat, final
+from typing import Any, Self, SupportsFloat, final
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,10 @@ def _calls_with(
     state: RunState, weights: Mapping[str, Tensor], function: Any, *, is_training: bool = False
 ) -> Iterator["SliceCalls"]:
     """Let a function be called for slices with these weights; of the run nothing is changed (local)."""
-    calls = SliceCalls(state, function, is_training=is_training)
+    called = CalledModel(
+        model=state.model, kept=state.kept_modules(), device=state.device, seed=state.seed, autocast=state.autocast
+    )
+    calls = SliceCalls(called, function, is_training=is_training)
     try:
         with evaluation_mode(state.model), weights_in_place(state.model, weights), calls.changing_nothing():
             yield calls
@@ -94,36 +98,30 @@ def _calls_with(
         reseed_generators(derive_seed("evaluated", state.seed, state.cursor.epoch, state.cursor.step))
 
 
-class ModelOfRun(Protocol):
-    """A model and what calls of it depend on, as a `RunState` has them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalledModel:
+    """A model and what calls of it depend on."""
 
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def kept_modules(self) -> nn.Module:
-        """Return what has the buffers that each call begins with: the model, and what belongs to it."""
-
-    def autocast(self) -> AbstractContextManager[object]: ...
+    model: nn.Module
+    kept: nn.Module
+    """What has the buffers that each call begins with: the model, and what belongs to it."""
+    device: torch.device
+    seed: int
+    autocast: Callable[[], AbstractContextManager[object]]
 
 
 @final
 class SliceCalls:
     """Calls a function for slices, each from the same mode, buffers and random states, whatever this worker ran."""
 
-    def __init__(self, state: ModelOfRun, function: Metric | Any, *, is_training: bool = False) -> None:
-        self._state = state
+    def __init__(self, called: CalledModel, function: Metric | Any, *, is_training: bool = False) -> None:
+        self._called = called
         self._is_training = is_training
-        self._function = UserFunction(function, generators_of_training(state.model, function))
+        self._function = UserFunction(function, generators_of_training(called.model, function))
         # Modules without parameters, that the function alone uses, are where it counts something.
-        found = find_networks(networks_walk([function]), state.model).values()
+        found = find_networks(networks_walk([function]), called.model).values()
         used = [each for each in found if next(each.parameters(), None) is not None]
-        whole = nn.ModuleList([state.kept_modules(), *used])
+        whole = nn.ModuleList([called.kept, *used])
         self._buffers = BufferSnapshot(buffer_parts(whole))
         self._modes = {module: module.training for module in whole.modules()}
 
@@ -144,13 +142,13 @@ class SliceCalls:
     def __call__(self, batch: ShardedBatch, part: Slice) -> Any:
         def begin() -> Any:
             self._put_back_modes()
-            self._state.model.train(self._is_training)
+            self._called.model.train(self._is_training)
             self._buffers.put_back()
-            seed_slice("evaluate", self._state.seed, batch, part)
-            return to_device(part.data, self._state.device)
+            seed_slice("evaluate", self._called.seed, batch, part)
+            return to_device(part.data, self._called.device)
 
-        with self._state.autocast():
-            return self._function(self._state.model, begin(), begin_again=begin)
+        with self._called.autocast():
+            return self._function(self._called.model, begin(), begin_again=begin)
 
 
 def _predict(model: nn.Module, data: Any) -> tuple[Any, Any]:

@@ -7,8 +7,6 @@ that was stopped continues after the last part, on any number of workers. `predi
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -23,7 +21,7 @@ from lockstep.checkpoint.atomic_write import atomic_write
 from lockstep.comm import current_world
 from lockstep.data import ShardedBatch, Slice
 from lockstep.engine.batches import gather_results
-from lockstep.engine.evaluation import SliceCalls
+from lockstep.engine.evaluation import CalledModel, SliceCalls
 from lockstep.engine.networks import evaluation_mode
 from lockstep.errors import ConfigError
 from lockstep.processes.reproducibility import seed_generators, set_deterministic
@@ -79,7 +77,7 @@ def predict_saved(request: PredictRequest, device: torch.device, tell: Callable[
             writer.write()
 
     num_samples = request.start
-    with torch.no_grad(), evaluation_mode(model), output_of.changing_nothing():
+    with torch.no_grad(), evaluation_mode(model), output_of.calls.changing_nothing():
         while True:
             found = gather_results(world, predict, _PURPOSE)
             if found[0] is None:
@@ -119,16 +117,15 @@ class _Outputs:
     def __init__(self, request: PredictRequest, model: nn.Module, device: torch.device) -> None:
         self._request = request
         config = request.saved.config
-        saved = _SavedModel(model=model, device=device, seed=config.seed, precision=config.precision)
-        self._calls = SliceCalls(saved, partial(_predict, has_targets=request.has_targets))
+        dtype = getattr(torch, config.precision)
+        autocast = partial(torch.autocast, device.type, dtype, enabled=dtype is not torch.float32)
+        called = CalledModel(model=model, kept=model, device=device, seed=config.seed, autocast=autocast)
+        self.calls = SliceCalls(called, partial(_predict, has_targets=request.has_targets))
         path = request.output_function
         self._transform = None if path is None else import_object("--output-function", path)
 
-    def changing_nothing(self) -> AbstractContextManager[object]:
-        return self._calls.changing_nothing()
-
     def __call__(self, batch: ShardedBatch, part: Slice) -> Columns:
-        output, target = self._calls(batch, part)
+        output, target = self.calls(batch, part)
         if self._transform is not None:
             output = call_object("--output-function", self._transform, output)
         columns = _name_columns(output)
@@ -144,21 +141,6 @@ class _Outputs:
                     "row for each sample, along dimension 0. Use --output-function to turn it into such. (LS814)"
                 )
         return {name: _as_plain(values) for name, values in columns.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SavedModel:
-    model: nn.Module
-    device: torch.device
-    seed: int
-    precision: str
-
-    def kept_modules(self) -> nn.Module:
-        return self.model
-
-    def autocast(self) -> AbstractContextManager[object]:
-        dtype = getattr(torch, self.precision)
-        return torch.autocast(self.device.type, dtype, enabled=dtype is not torch.float32)
 
 
 def _predict(model: nn.Module, data: Any, *, has_targets: bool) -> tuple[Any, Any]:
