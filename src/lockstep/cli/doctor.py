@@ -11,7 +11,6 @@ import typer
 
 from lockstep.cli.failures import FAILURE_EXIT
 from lockstep.cli.main import command, table_console
-from lockstep.devices.inventory import look_up_holder
 from lockstep.devices.nvml import NoGpusError, read_gpus
 from lockstep.doctor.examination import examine, last_job
 from lockstep.doctor.finding import find_recording
@@ -67,7 +66,7 @@ def doctor(
 def gpu_use(pids: Collection[int]) -> dict[int, str]:
     """Return what processes have on GPUs, in words: these, and all others that are on a GPU of one of them (local)."""
     try:
-        gpus, _ = read_gpus(pynvml, look_up_holder) if pids else ((), None)
+        gpus, _ = read_gpus(pynvml) if pids else ((), None)
     except NoGpusError:
         return {}
     found: dict[int, list[str]] = {}

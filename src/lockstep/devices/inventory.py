@@ -159,43 +159,31 @@ def _shorten(command: str) -> str:
     return command if len(command) <= _SHOWN_COMMAND else command[: _SHOWN_COMMAND - 3] + "..."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessIds:
-    """How ids that the driver reports are read.
+def _has_ids_of_host(own: frozenset[int]) -> bool:
+    """Return whether the ids in /proc are the host's; `own` are those of this process.
 
     [Note: pids of the driver] The driver reports process ids of the host. In a container, newer drivers translate them
     into the container's ids, older ones do not. Such an id may then belong to no process in the container, or to one
     that has nothing to do with GPUs. So in a namespace other than the host's, an id is taken for that of a process only
     if the process has opened a GPU.
     """
-
-    own: frozenset[int]
-    """The ids of this process, in every namespace that can be seen from here."""
-    are_of_host: bool
-    """Whether the ids in /proc are the host's."""
-
-
-def read_process_ids() -> ProcessIds:
-    own = _read_own_ids()
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - of the namespace, not of the link
     except OSError:  # not Linux
-        return ProcessIds(own=own, are_of_host=True)
+        return True
     # Where /proc is the host's, but not the namespace, this process has several ids in it.
-    return ProcessIds(own=own, are_of_host=namespace == _HOST_NAMESPACE or len(own) > 1)
+    return namespace == _HOST_NAMESPACE or len(own) > 1
 
 
-def look_up_holder(
-    pid: int, *, memory_bytes: int | None, is_graphics: bool, process_ids: ProcessIds | None = None
-) -> Holder:
+def look_up_holder(pid: int, *, memory_bytes: int | None, is_graphics: bool) -> Holder:
     """Return a process that has memory on a GPU, with its user, command and start if these can be seen.
 
     The driver's pid may belong to a process outside this container, or to one that has ended. Then the fields are None,
     which is not an error.
     """
-    ids = read_process_ids() if process_ids is None else process_ids
+    own = _read_own_ids()
     user, command, since = None, None, None
-    is_here = ids.are_of_host or _uses_gpu(pid)
+    is_here = _has_ids_of_host(own) or _uses_gpu(pid)
     if is_here:
         try:
             process = psutil.Process(pid)
@@ -211,7 +199,7 @@ def look_up_holder(
         since=since,
         memory_bytes=memory_bytes,
         is_graphics=is_graphics,
-        is_self=is_here and pid in ids.own,
+        is_self=is_here and pid in own,
     )
 
 

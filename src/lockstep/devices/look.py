@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,7 @@ from lockstep.devices.inventory import (
     Holder,
     Inventory,
     count_cores,
-    look_up_holder,
     measure_memory,
-    read_process_ids,
 )
 from lockstep.devices.nvml import NoGpusError, ask_driver, is_driver_installed, read_gpus
 from lockstep.devices.request import DeviceRequest, Request
@@ -59,7 +56,7 @@ def take_inventory() -> Inventory:
     torch_problem = _find_torch_problem()
     driver, is_faulty = None, False
     try:
-        gpus, driver = read_gpus(pynvml, partial(look_up_holder, process_ids=read_process_ids()))
+        gpus, driver = read_gpus(pynvml)
         gpus = assign_own(gpus, measure_own_memory(), os.getpid())
         problem = torch_problem if gpus else "the NVIDIA driver sees no GPU"
         gpus = _mark_visible(gpus, visible)

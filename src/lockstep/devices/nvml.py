@@ -8,9 +8,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
-from lockstep.devices.inventory import Gpu, Holder
+from lockstep.devices.inventory import Gpu, Holder, look_up_holder
 
 _TIMEOUT_SECONDS = 20.0
 _SCRIPT = """
@@ -31,13 +31,6 @@ for number in range(count.value):
 """
 
 
-class LookUpHolder(Protocol):
-    """Finds user and command of a process: `look_up_holder`, or a fake."""
-
-    def __call__(self, pid: int, *, memory_bytes: int | None, is_graphics: bool) -> Holder:
-        """Return the process with its user and command."""
-
-
 class NoGpusError(Exception):
     """NVML cannot be used: the text ends a sentence. `is_fault`: it can be repaired; False without GPUs."""
 
@@ -46,7 +39,7 @@ class NoGpusError(Exception):
         self.is_fault = is_fault
 
 
-def read_gpus(nvml: ModuleType, look_up: LookUpHolder) -> tuple[tuple[Gpu, ...], str | None]:
+def read_gpus(nvml: ModuleType) -> tuple[tuple[Gpu, ...], str | None]:
     """Return all GPUs, in PCI order, and the version of the driver; `NoGpusError` if it is absent, or a call fails."""
     try:
         nvml.nvmlInit()
@@ -54,7 +47,7 @@ def read_gpus(nvml: ModuleType, look_up: LookUpHolder) -> tuple[tuple[Gpu, ...],
         raise _explain(nvml, error) from error
     try:
         driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion)
-        gpus = [gpu for index in range(nvml.nvmlDeviceGetCount()) for gpu in _read_index(nvml, index, look_up)]
+        gpus = [gpu for index in range(nvml.nvmlDeviceGetCount()) for gpu in _read_index(nvml, index)]
     except nvml.NVMLError as error:
         raise _explain(nvml, error) from error
     finally:
@@ -76,15 +69,15 @@ def _explain(nvml: ModuleType, error: Any) -> NoGpusError:
     return NoGpusError(faults.get(error.value, f"the NVIDIA driver does not answer: {error}"), is_fault=True)
 
 
-def _read_index(nvml: ModuleType, index: int, look_up: LookUpHolder) -> Iterator[Gpu]:
+def _read_index(nvml: ModuleType, index: int) -> Iterator[Gpu]:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         instances = list(_instances(nvml, handle))
         if instances or _is_split(nvml, handle):
             for number, instance in instances:
-                yield _read_gpu(nvml, instance, look_up, index=index, instance=number)
+                yield _read_gpu(nvml, instance, index=index, instance=number)
         else:
-            yield _read_gpu(nvml, handle, look_up, index=index, instance=None)
+            yield _read_gpu(nvml, handle, index=index, instance=None)
     except nvml.NVMLError as error:  # lost: it fell off the bus, or waits to be reset
         yield Gpu(
             index=index,
@@ -110,7 +103,7 @@ def _instances(nvml: ModuleType, handle: Any) -> Iterator[tuple[int, Any]]:
                 yield number, instance
 
 
-def _read_gpu(nvml: ModuleType, handle: Any, look_up: LookUpHolder, *, index: int, instance: int | None) -> Gpu:
+def _read_gpu(nvml: ModuleType, handle: Any, *, index: int, instance: int | None) -> Gpu:
     memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
     load = _ask(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
     uuid = _ask(nvml, nvml.nvmlDeviceGetUUID, handle)
@@ -124,12 +117,12 @@ def _read_gpu(nvml: ModuleType, handle: Any, look_up: LookUpHolder, *, index: in
         memory_total_bytes=None if memory is None else memory.total,
         memory_free_bytes=None if memory is None else memory.free,
         utilisation_percent=None if load is None else load.gpu,
-        holders=tuple(_read_holders(nvml, handle, look_up)),
+        holders=tuple(_read_holders(nvml, handle)),
         problem="its compute mode is Prohibited (`nvidia-smi -c`)" if is_prohibited else "",
     )
 
 
-def _read_holders(nvml: ModuleType, handle: Any, look_up: LookUpHolder) -> Iterator[Holder]:
+def _read_holders(nvml: ModuleType, handle: Any) -> Iterator[Holder]:
     computing = _processes(
         nvml, handle, nvml.nvmlDeviceGetComputeRunningProcesses_v3, nvml.nvmlDeviceGetComputeRunningProcesses_v2
     )
@@ -138,7 +131,7 @@ def _read_holders(nvml: ModuleType, handle: Any, look_up: LookUpHolder) -> Itera
     )
     # A process may be in both lists, with all its memory in each.
     for pid, memory_bytes in {**drawing, **computing}.items():
-        yield look_up(pid, memory_bytes=memory_bytes, is_graphics=pid not in computing)
+        yield look_up_holder(pid, memory_bytes=memory_bytes, is_graphics=pid not in computing)
 
 
 def _processes(nvml: ModuleType, handle: Any, *functions: Callable[[Any], Any]) -> dict[int, int | None]:
