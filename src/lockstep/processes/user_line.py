@@ -5,6 +5,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -112,6 +113,7 @@ def _find_caller(frame: FrameType) -> FrameType | None:
     return find_user_frame(frame) or find_user_frame(frame, _is_core)
 
 
+@cache
 def _is_library(file: str) -> bool:
     return file.startswith(LIBRARIES)
 

@@ -1,6 +1,5 @@
 """The buckets of a model at work: their buffers, the places that become `.grad`, and what has arrived."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from lockstep.reduce.partials import Gradients, Partials, add_each, add_zero
 from lockstep.reduce.plan import BucketPlan, ReductionPlan
 from lockstep.reduce.slot import BackwardStreams, Slot, make_streams, make_view
 from lockstep.reduce.status import read_numbers
-from lockstep.reduce.tensor_bits import is_finite, multiply, sum_for_finite_check
+from lockstep.reduce.tensor_bits import is_finite, multiply_in_place
 from lockstep.torch_private.modules import (
     REFERENCES_OF_ONE_HOLDER,
     foreach_copy_,
@@ -119,18 +118,14 @@ class DenseBucket:
         self._is_finite = None
         if scale == 1.0:
             return
-        if not any(map(_IS_SCALED, self.slots)):
-            if self.gradients.is_cpu:
-                self._is_finite = multiply(self.gradients, scale, self.gradients)
-            else:
-                self.gradients.mul_(scale)
-            return
-        unscaled = [slot.place for slot in self.slots if not slot.is_scaled]
-        if unscaled:
-            foreach_mul_(unscaled, scale)
+        are_some_scaled = any(map(_IS_SCALED, self.slots))
+        unscaled = [slot.flat for slot in self.slots if not slot.is_scaled] if are_some_scaled else [self.gradients]
         if self.gradients.is_cpu:
-            scaled = all(slot.is_finite for slot in self.slots if slot.is_scaled)
-            self._is_finite = scaled and math.isfinite(sum_for_finite_check(unscaled, self.gradients.device))
+            self._is_finite = all(slot.is_finite for slot in self.slots if slot.is_scaled)
+            if unscaled:
+                self._is_finite &= multiply_in_place(unscaled, scale)
+        elif unscaled:
+            foreach_mul_(unscaled, scale)
 
     def name_nonfinite(self) -> str:
         """Return the name of a gradient in the message, on the CPU, that is not finite; empty if all are (local)."""

@@ -137,18 +137,19 @@ def _deliver(
 ) -> None:
     if bucket.streams is not None:
         bucket.streams.note_current()
-    if slot.is_small and not slot.has_arrived and current_graph_task_id() == watch.plain_task:
-        slot.has_arrived = True  # [Note: plain arrivals]
-        bucket.num_pending -= 1
-        if bucket.num_pending:
-            return
-        alive = hooks()
-        if alive is not None:
-            alive.schedule.send_full()
-        return
     alive = hooks()
-    if alive is not None:
+    if alive is None:
+        return
+    if slot.has_arrived or current_graph_task_id() != watch.plain_task:
         alive.take(slot, bucket, parameter)
+        return
+    # [Note: plain arrivals]
+    if not slot.is_small:
+        slot.take(alive.schedule.reduction.scale)
+    slot.has_arrived = True
+    bucket.num_pending -= 1
+    if bucket.num_pending == 0:
+        alive.schedule.send_full()
 
 
 @keep_compiler_out

@@ -19,8 +19,10 @@ what was summed with what. Where gradients are multiplied anyway, they are looke
 import ctypes
 import hashlib
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
+from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.shm import native
 from lockstep.devices.transfer import is_asynchronous
-from lockstep.torch_private.modules import flatten_dense
+from lockstep.torch_private.modules import flatten_dense, foreach_mul_
 
 _IS_SPARSE = attrgetter("is_sparse")
 _IS_CPU = attrgetter("is_cpu")
@@ -49,7 +51,7 @@ _GLANCE_ELEMENTS = 1 << 14
 _SMALL_ELEMENTS = 1 << 14
 """Tensors below are put together first: a call of its own would take longer than the copying."""
 _MULTIPLIED = {torch.float32: 0, torch.float64: 1}
-"""Kinds of numbers that `comm/shm/native/shm.c` multiplies, in one thread, and looks at meanwhile."""
+"""Kinds of numbers that `comm/shm/native/shm.c` multiplies and looks at meanwhile."""
 Whole = TypeVar("Whole", int, Tensor)
 _NUMBERS_SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """What sums of these are kept in, which would overflow soon."""
@@ -64,7 +66,7 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
 def glance_at_bits(*tensors: Tensor) -> int:
     """Return a number that sees all of small tensors and a part of large ones; waits for a device (local)."""
     # The whole shape counts, whatever is seen of it.
-    return int(_number(list(map(_glance, tensors)), tuple([each.shape for each in tensors])))
+    return int(_number(list(map(glance, tensors)), tuple([each.shape for each in tensors])))
 
 
 def _number(tensors: Sequence[Tensor], further: tuple[torch.Size, ...]) -> Tensor | int:
@@ -208,7 +210,8 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
-def _glance(tensor: Tensor) -> Tensor:
+def glance(tensor: Tensor) -> Tensor:
+    """Return all of a small tensor, and about so many elements of a large one (local)."""
     if tensor.is_sparse or tensor.nbytes <= _GLANCE_BYTES:
         return tensor
     # An odd step, so that it does not fall on one column of a matrix again and again.
@@ -217,20 +220,37 @@ def _glance(tensor: Tensor) -> Tensor:
 
 def multiply(source: Tensor, scale: float, out: Tensor) -> bool:
     """Write `source * scale` to `out`, dense and on the CPU; return whether all of it is finite (local)."""
-    library, kind = _library(), _MULTIPLIED.get(out.dtype)
-    if (
-        library is not None
-        and kind is not None
-        and type(source) is Tensor
-        and (source.dtype, source.shape, source.stride()) == (out.dtype, out.shape, out.stride())
-        and not source.is_neg()
-        and (address := source.data_ptr())  # none: zeros that are nowhere
-        and torch.get_num_threads() == 1
-    ):
-        return bool(library.lockstep_multiply(out.data_ptr(), address, scale, out.numel(), kind))
+    is_alike = type(source) is Tensor and not source.is_neg()
+    if is_alike and (source.dtype, source.shape, source.stride()) == (out.dtype, out.shape, out.stride()):
+        address = source.data_ptr()  # none: zeros that are nowhere
+        found = _multiply_rows((out.data_ptr(), address, out.numel()), scale, out.dtype) if address else None
+        if found is not None:
+            return found
     with torch.no_grad():
         torch.mul(source, scale, out=out)
     return is_finite(out)
+
+
+def multiply_in_place(tensors: list[Tensor], scale: float) -> bool:
+    """Multiply dense tensors of one dtype on the CPU; return whether all they hold is finite (local).
+
+    False proves nothing: [Note: sums for finite checks].
+    """
+    addresses = list(map(Tensor.data_ptr, tensors))
+    rows = chain.from_iterable(zip(addresses, addresses, map(Tensor.numel, tensors), strict=True))
+    found = _multiply_rows(rows, scale, tensors[0].dtype)
+    if found is None:
+        foreach_mul_(tensors, scale)
+        found = math.isfinite(sum_for_finite_check(tensors, tensors[0].device))
+    return found
+
+
+def _multiply_rows(rows: Iterable[int], scale: float, dtype: torch.dtype) -> bool | None:
+    """Do it with the library; None where that cannot, or torch would divide the work among threads."""
+    library, kind, numbers = _library(), _MULTIPLIED.get(dtype), array("q", rows)
+    if library is None or kind is None or (torch.get_num_threads() > 1 and max(numbers[2::3]) > _SMALL_ELEMENTS):
+        return None
+    return bool(library.lockstep_multiply(numbers.buffer_info()[0], len(numbers) // 3, scale, kind))
 
 
 @cache

@@ -167,21 +167,21 @@ class RankComparison:
     # -- Around a reduction (`BackwardObserver`) -----------------------------------------------------------------------
 
     def begin(self) -> None:
-        for check in self.checks:
-            check.begin()
+        for begin in self._begins:
+            begin()
 
     def forget_begin(self) -> None:
-        for check in self.checks:
-            check.forget_begin()
+        for forget in self._forgets:
+            forget()
 
     def look_at(self, bucket: Bucket) -> None:
-        for check in self.checks:
-            check.look_at(bucket)
+        for look_at in self._looks:
+            look_at(bucket)
 
     def fill_in(self, status: RankStatus) -> RankStatus:
         filled = status
-        for check in self.checks:
-            filled = check.fill_in(filled)
+        for fill_in in self._fills:
+            filled = fill_in(filled)
         if self._is_joining:
             return status
         number = hash(tuple([check.number() for check in self.checks if check.is_compared]))
@@ -216,12 +216,17 @@ class RankComparison:
         return next((error for error in errors if error is not None), None)
 
     def _reset(self, reduction: Reduced | None) -> None:
-        for check in self.checks:
-            check.reset(reduction)
+        for reset in self._resets:
+            reset(reduction)
 
     def _choose(self) -> None:
         for check in self.checks:
             check.is_compared = check.scope in self._scopes and not self._is_joining
+        # At most moments of a step most checks do nothing.
+        self._begins, self._forgets, self._looks, self._fills, self._resets = (
+            [getattr(each, name) for each in self.checks if getattr(type(each), name) is not getattr(Check, name)]
+            for name in ("begin", "forget_begin", "look_at", "fill_in", "reset")
+        )
 
     def _know_parameters(self) -> None:
         self._choose()

@@ -61,7 +61,7 @@ from lockstep.reduce import GroupStatus, RankStatus
 from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.model import Description, describe_differences
 from lockstep.reduce.status import FINGERPRINT_LIMIT
-from lockstep.reduce.tensor_bits import glance_at_bits
+from lockstep.reduce.tensor_bits import glance, glance_at_bits
 from lockstep.torch_private.autograd import is_inside_transform
 from lockstep.torch_private.loaders import LoaderIterator, iterators, kept_dataset, num_yielded, used_samplers
 from lockstep.torch_private.modules import tree_leaves, version_of
@@ -161,8 +161,10 @@ class SameDataWarning(Check):
             self._inputs = _shorten(glance_at_bits(*tensors)) if tensors else 0
 
     def look_at(self, bucket: Bucket) -> None:
-        if self._is_looking and not bucket.message.is_sparse and bool(bucket.gradients.any()):
-            self._gradients = _shorten(glance_at_bits(bucket.gradients))  # those of all ranks may be zero
+        if self._is_looking and not bucket.message.is_sparse:
+            seen = glance(bucket.gradients)
+            if bool(seen.any()):  # those of all ranks may be zero
+                self._gradients = _shorten(glance_at_bits(seen))
 
     def fill_in(self, status: RankStatus) -> RankStatus:
         inputs, gradients = self._inputs, self._gradients

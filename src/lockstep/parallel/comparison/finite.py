@@ -115,9 +115,9 @@ class FiniteGradients(FiniteCheck):
         return number
 
     def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        looked_at = parameters if self._found else [each for each in parameters if id(each) in self.delayed]
-        if not looked_at or getattr(optimizer, "found_inf", None) is not None:
+        if not (self._found or self.delayed) or getattr(optimizer, "found_inf", None) is not None:
             return  # a fused optimizer is given what a GradScaler has found
+        looked_at = parameters if self._found else [each for each in parameters if id(each) in self.delayed]
         odd = next((each for each in looked_at if each.grad is not None and not is_finite(each.grad)), None)
         if odd is None:
             return

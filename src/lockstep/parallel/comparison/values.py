@@ -44,7 +44,6 @@ from lockstep.parallel.comparison.check import (
 )
 from lockstep.processes.user_line import user_line
 from lockstep.reduce import Reducer
-from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.tensor_bits import glance_at_bits, sum_of_bits
 from lockstep.torch_private.modules import version_of
 
@@ -295,16 +294,13 @@ class StepGradients(Check):
         reducer = self._reducer()
         if reduction is None or reducer is None:
             return
-        buckets = reducer.buckets
-        number = sum(len(bucket.slots) for bucket in buckets)
+        slots = reducer.plan.slots
+        number = len(slots)
         self._turn += 1
         if number:
-            chosen = {
-                0,
-                number - 1,
-                *(index % number for index in range(self._turn * _NUM_SEEN, (self._turn + 1) * _NUM_SEEN)),
-            }
-            self._seen = [_parameter_at(buckets, index) for index in sorted(chosen)]
+            first = self._turn * _NUM_SEEN
+            chosen = {0, number - 1, *(index % number for index in range(first, first + _NUM_SEEN))}
+            self._seen = [slots[index].parameter for index in sorted(chosen)]
             self._marks = _mark_gradients(self._seen)
             self._first = self._marks[0]
             gradient = self._seen[0].grad
@@ -350,7 +346,7 @@ class StepGradients(Check):
             return
         num_calls = OPEN_GROUPS.num_calls() - sample[1]
         is_marked = _mark_gradients(self._seen[:1]) == self._marks[:1]
-        fewest = 1 if is_marked else sum(len(bucket.slots) for bucket in reducer.buckets)
+        fewest = 1 if is_marked else len(reducer.plan.slots)
         if num_calls >= fewest and torch.equal(gradient.flatten()[:_NUM_SEEN], sample[0] * self._world_size):
             warn_once(
                 f"The gradients with which the optimizer steps at {user_line()} are {self._world_size} times the mean "
@@ -364,14 +360,6 @@ class StepGradients(Check):
         return self._first[0] != 0 and _mark_gradients(self._seen[:1])[0] == self._first
 
 
-def _parameter_at(buckets: Sequence[Bucket], index: int) -> nn.Parameter:
-    number = 0
-    while index >= len(buckets[number].slots):
-        index -= len(buckets[number].slots)
-        number += 1
-    return buckets[number].slots[index].parameter
-
-
 def _mark_gradients(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
     """Return what shows that gradients were replaced or written to. References would count as a holder's."""
     gradients = [parameter.grad for parameter in parameters]
@@ -381,8 +369,8 @@ def _mark_gradients(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]
 def has_unsynchronized(reducer: Reducer, parameters: Sequence[nn.Parameter]) -> str:
     """Return the name of a parameter whose gradient was accumulated and not reduced; empty if there is none."""
     chosen = set(map(id, parameters))
-    slots = (slot for bucket in reducer.buckets for slot in bucket.slots if id(slot.parameter) in chosen)
-    return next((slot.name for slot in slots if slot.is_unsynced and slot.parameter.grad is not None), "")
+    left = (slot for slot in reducer.plan.slots if slot.is_unsynced and id(slot.parameter) in chosen)
+    return next((slot.name for slot in left if slot.parameter.grad is not None), "")
 
 
 @final

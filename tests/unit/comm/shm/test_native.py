@@ -144,7 +144,8 @@ def test_multiplications_have_the_bits_of_torch_and_see_what_is_not_finite(
                 memory, source = place(numbers, shift)
                 kept, out = (memory, source) if is_aliased else place(torch.zeros_like(numbers), shift)
                 before = kept.raw
-                is_finite = library.lockstep_multiply(out, source, factor, length, KINDS[dtype])
+                rows = array("q", (out, source, length, out, source, 0))
+                is_finite = library.lockstep_multiply(rows.buffer_info()[0], 2, factor, KINDS[dtype])
                 found = torch.empty_like(numbers)
                 ctypes.memmove(found.data_ptr(), out, found.nbytes)
                 assert_same_bits(found, expected)

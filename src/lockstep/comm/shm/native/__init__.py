@@ -24,7 +24,7 @@ _SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
     "lockstep_wake": (None, (_ADDRESS,)),
     "lockstep_fence": (None, ()),
     "lockstep_adds": (ctypes.c_int, (_NUMBER,)),
-    "lockstep_multiply": (ctypes.c_int, (_ADDRESS, _ADDRESS, ctypes.c_double, _NUMBER, _NUMBER)),
+    "lockstep_multiply": (ctypes.c_int, (_ADDRESS, _NUMBER, ctypes.c_double, _NUMBER)),
     "lockstep_run": (ctypes.c_int, (_ADDRESS,)),
     "lockstep_withdraw": (ctypes.c_int, (_ADDRESS,)),
 }

@@ -260,12 +260,19 @@ MULTIPLICATIONS(AVX2, avx2)
 #define multiply_float64_avx2 multiply_float64_plain
 #endif
 
-EXPORT int lockstep_multiply(void *out, const void *in, double factor, int64_t count, int64_t kind)
+/* Of each row, which is where the output begins, where the input does, and the number of elements. */
+EXPORT int lockstep_multiply(const int64_t *rows, int64_t num_rows, double factor, int64_t kind)
 {
-    int is_fast = additions() != PLAIN;
-    if (kind == FLOAT64)
-        return (is_fast ? multiply_float64_avx2 : multiply_float64_plain)(out, in, factor, count);
-    return (is_fast ? multiply_float32_avx2 : multiply_float32_plain)(out, in, (float)factor, count);
+    int is_fast = additions() != PLAIN, is_finite = 1;
+    for (const int64_t *row = rows; row < rows + 3 * num_rows; row += 3) {
+        void *out = (void *)(intptr_t)row[0];
+        const void *in = (const void *)(intptr_t)row[1];
+        if (kind == FLOAT64)
+            is_finite &= (is_fast ? multiply_float64_avx2 : multiply_float64_plain)(out, in, factor, row[2]);
+        else
+            is_finite &= (is_fast ? multiply_float32_avx2 : multiply_float32_plain)(out, in, (float)factor, row[2]);
+    }
+    return is_finite;
 }
 
 /* Whether tensors of a kind are added here. */
