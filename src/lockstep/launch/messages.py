@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lockstep.errors import WorkerFailedError, WorkerFailure
-from lockstep.launch.pickling import Unpicklable, find_in_call, find_in_result, name_of, pack
+from lockstep.launch.pickling import find_in_call, find_in_result, name_of, pack
 
 if TYPE_CHECKING:  # a launcher does not need torch
     import torch
@@ -110,8 +110,8 @@ def pack_result(result: object) -> bytes:
         ) from error
 
 
-def _describe_location(found: Unpicklable | None, error: Exception) -> str:
-    text = f"It cannot be pickled: {error}" if found is None else found.describe()
+def _describe_location(found: str | None, error: Exception) -> str:
+    text = found or f"It cannot be pickled: {error}"
     return f"{text[0].upper()}{text[1:].rstrip('.')}."
 
 

@@ -133,19 +133,6 @@ def _make_cached_property(function: Callable[[Any], Any], name: str) -> "functoo
 
 
 @dataclass(frozen=True, slots=True)
-class Unpicklable:
-    location: str
-    """Where it is: "the global variable `state.lock` that `load` uses"."""
-    value: object
-    error: Exception
-
-    def describe(self) -> str:
-        kind = type(self.value)
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        return f"{self.location} is of type {name}: {self.error}"
-
-
-@dataclass(frozen=True, slots=True)
 class _Location:
     """Where a value is: an expression, and the words before and after it."""
 
@@ -160,14 +147,14 @@ class _Location:
         return " ".join(filter(None, (self.kind, f"`{self.expression}`" if self.expression else "", self.user)))
 
 
-def find_in_call(function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> Unpicklable | None:
+def find_in_call(function: object, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
     parts: list[_Part] = [(_Location("the function", name_of(function)), function)]
     parts += [(_Location("the positional argument", f"args[{index}]"), value) for index, value in enumerate(args)]
     parts += [(_Location("the argument", name), value) for name, value in kwargs.items()]
     return _Search(getattr(function, "__module__", None) or "").first(parts)
 
 
-def find_in_result(result: object) -> Unpicklable | None:
+def find_in_result(result: object) -> str | None:
     return _Search("").first([(_Location("the", "result"), result)])
 
 
@@ -183,11 +170,11 @@ class _Search:
         self._modules = frozenset({"__main__", module})
         self._seen: set[int] = set()
 
-    def first(self, parts: Iterable[_Part]) -> Unpicklable | None:
-        """Return the first of these values, or of their parts, that cannot be pickled."""
+    def first(self, parts: Iterable[_Part]) -> str | None:
+        """Return the first of these values, or of their parts, that cannot be pickled, where it is and why."""
         return next((found for location, value in parts if (found := self._find(location, value)) is not None), None)
 
-    def _find(self, location: _Location, value: object) -> Unpicklable | None:
+    def _find(self, location: _Location, value: object) -> str | None:
         if id(value) in self._seen:
             return None
         self._seen.add(id(value))
@@ -197,7 +184,9 @@ class _Search:
             parts: list[_Part] = []
             with contextlib.suppress(Exception):  # and when pickle asks it for its state
                 parts += self._parts(location, value)
-            return self.first(parts) or Unpicklable(str(location), value, error)
+            kind = type(value)
+            name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+            return self.first(parts) or f"{location} is of type {name}: {error}"
         return None
 
     def _parts(self, location: _Location, value: Any) -> Iterable[_Part]:
