@@ -22,23 +22,10 @@ from lockstep.torch_private.modules import byte_view
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    step: int
-    name: str
-    """The first parameter or buffer that differs, in the model's order."""
-    num_others: int
-    how: str
-
-    def __str__(self) -> str:
-        others = f" (and {self.num_others} more)" if self.num_others else ""
-        return f"the first difference is after step {self.step}, in {self.name}{others}: {self.how}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ShortRun:
     digests: tuple[str, ...]
     fingerprint: Fingerprint
-    difference: Difference | None
+    difference: str | None
 
 
 def run_steps(config: Config, device: torch.device, num_steps: int, reference: Path, *, is_first: bool) -> ShortRun:
@@ -74,14 +61,16 @@ def find_deviating_rank(runs: Sequence[ShortRun]) -> int | None:
     return min(steps, key=steps.__getitem__, default=None)
 
 
-def find_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], step: int) -> Difference | None:
-    """Return the first difference between tensors after a step and those of the first run; None if they are equal."""
+def find_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], step: int) -> str | None:
+    """Return how tensors differ first, after a step, from those of the first run; None if they are equal."""
     names = list(dict.fromkeys([*found, *expected]))
     differing = [name for name in names if not _have_equal_bits(expected.get(name), found.get(name))]
     if not differing:
         return None
-    how = _describe_difference(expected.get(differing[0]), found.get(differing[0]))
-    return Difference(step=step, name=differing[0], num_others=len(differing) - 1, how=how)
+    name, *others = differing  # in the model's order
+    how = _describe_difference(expected.get(name), found.get(name))
+    more = f" (and {len(others)} more)" if others else ""
+    return f"the first difference is after step {step}, in {name}{more}: {how}"
 
 
 def _train(config: Config, parts: RunParts) -> Iterator[int]:
