@@ -39,7 +39,7 @@ class Exchange(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("counter", "pages", "buffers", "scratch", "stop", "reached")),
         *((name, ctypes.c_int64) for name in ("page_bytes", "buffer_bytes", "size", "rank")),
-        *((name, ctypes.c_int64) for name in ("spin_ns", "spins_from")),
+        *((name, ctypes.c_int64) for name in ("spin_ns", "spins_from", "pause_ns")),
         *((name, ctypes.c_uint32) for name in ("arrivals", "parity", "has_arrived", "may_spin", "has_core")),
     )
 

@@ -301,7 +301,8 @@ enum {
     LEAST_SPIN_NS = 1000,
     MOST_SPIN_NS = 100000,
     LATE_NS = 500000, /* a spin that took longer has given its core away for a time slice */
-    NO_SPIN_NS = 250000000, /* for how long none is tried then */
+    LEAST_PAUSE_NS = 1000000, /* for how long none is tried then; twice as long each time that it soon happens again */
+    MOST_PAUSE_NS = 256000000,
 };
 static const int64_t NOWHERE = -1;
 
@@ -317,6 +318,7 @@ typedef struct {
     int64_t size, rank;
     int64_t spin_ns;     /* how long a wait spins: longer after spins that were enough */
     int64_t spins_from;  /* on the clock: before it, a wait does not spin */
+    int64_t pause_ns;    /* for how long it did not, last time */
     uint32_t arrivals;   /* what the counter says when this phase is over */
     uint32_t parity;     /* which send buffers are written to now */
     uint32_t has_arrived;
@@ -365,9 +367,11 @@ static void spin_for_phase(Exchange *x)
         return;
     int is_over = spin_until(x->counter, x->arrivals, x->spin_ns, !x->has_core);
     int64_t end = nanoseconds();
-    if (!x->has_core && end - start > LATE_NS)
-        x->spins_from = end + NO_SPIN_NS;
-    else if (is_over)
+    if (!x->has_core && end - start > LATE_NS) {
+        int is_again = end < x->spins_from + 4 * x->pause_ns;
+        x->pause_ns = !is_again ? LEAST_PAUSE_NS : x->pause_ns * 2 < MOST_PAUSE_NS ? x->pause_ns * 2 : MOST_PAUSE_NS;
+        x->spins_from = end + x->pause_ns;
+    } else if (is_over)
         x->spin_ns = x->spin_ns * 2 < MOST_SPIN_NS ? x->spin_ns * 2 : MOST_SPIN_NS;
     else
         x->spin_ns = x->spin_ns / 2 > LEAST_SPIN_NS ? x->spin_ns / 2 : LEAST_SPIN_NS;
