@@ -9,7 +9,6 @@ from typing import Any, final
 import torch
 
 from lockstep.checkpoint.file import load_checkpoint, read_manifest
-from lockstep.checkpoint.step_files import checkpoint_name
 from lockstep.comm import World
 from lockstep.comm.generations import current_generations
 from lockstep.devices.transfer import is_asynchronous
@@ -59,7 +58,7 @@ def fit(
     parts = build_parts(config, device)
     trainer = parts.trainer
     sums = EpochSums() if resume is None else EpochSums(resume.epoch_loss, resume.epoch_weight)
-    saver = RunSaver(config, run_dir, recorder, parts.states)
+    saver = RunSaver(config, run_dir, recorder, parts)
     training = TrainingContext(config, parts, recorder, saver, stop, sums)
     trainer.internals.on_continued = training.follow
     stop.add_listener(trainer.request_stop)
@@ -78,7 +77,7 @@ def fit(
     with saver.writing:
         test = _train_epochs(training)
         if test is None:
-            return _confirm_saved(trainer, parts.train.num_steps, saver, run_dir)
+            return _confirm_saved(trainer, parts.train.num_steps, saver)
         _wait_for_save(trainer, saver)
     if is_over:
         test = measure_all(parts)
@@ -91,7 +90,7 @@ def fit(
         shown=shown,
         num_test_samples=int(counted.weight),
         num_right=float(counted.total) if shown.endswith("accuracy") else None,
-        is_saved=(run_dir / checkpoint_name(trainer.global_step)).exists(),
+        is_saved=saver.path.exists(),
         finish=_finish(config, trainer),
         others=test.others,
         end_reason=trainer.end_reason,
@@ -149,8 +148,8 @@ class TrainingContext:
     def save(self, metrics: Mapping[str, float]) -> None:
         """Save a checkpoint on rank 0; check the parameters on every rank."""
         _check_finite(self.parts.trainer)
-        self.saver.save(self.parts.trainer, self.parts.scheduler, metrics)
-        self.parts.trainer.internals.moments.note_save(self.saver.path_of(self.parts.trainer))
+        self.saver.save(metrics)
+        self.parts.trainer.internals.moments.note_save(self.saver.path)
 
     def record_lost_loading_processes(self) -> None:
         """Record which loading processes of any worker were killed since the last call (local)."""
@@ -187,7 +186,7 @@ class TrainingContext:
         )
         if self.stop.is_made:  # the signal may have come while the engine was made
             self.parts.trainer.request_stop()
-        self.saver.take_over(self.parts.trainer, self.parts.scheduler, world)
+        self.saver.take_over(world)
 
 
 def _train_epochs(training: TrainingContext) -> RunMeans | None:
@@ -351,9 +350,9 @@ def _wait_for_save(trainer: Trainer, saver: RunSaver) -> None:
         trainer.repeatable(lambda world: gather_results(world, saver.writing.wait, "writing the last checkpoint"))
 
 
-def _confirm_saved(trainer: Trainer, num_steps: int | None, saver: RunSaver, run_dir: Path) -> StopResult:
+def _confirm_saved(trainer: Trainer, num_steps: int | None, saver: RunSaver) -> StopResult:
     """Wait on every rank until the last save is on the disk, and return the state of the run (collective)."""
-    path = run_dir / checkpoint_name(trainer.global_step)
+    path = saver.path
 
     def wait_for_save() -> None:
         if trainer.world.rank != 0:

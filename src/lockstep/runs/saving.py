@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, final
 
 from lockstep.checkpoint.atomic_write import remove_stale_temp_files
@@ -29,9 +28,7 @@ from lockstep.engine.saving import (
     unpack_state,
     warn_of_other_schedule,
 )
-from lockstep.engine.state_parts import Scheduler, Stateful
 from lockstep.engine.stopping import mode_of_name
-from lockstep.engine.trainer import Trainer
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.events import CheckpointSaved, Recorder
 from lockstep.runs.build import RunParts
@@ -65,37 +62,36 @@ class RunSaver:
     The worker that writes removes temporary files of killed processes first, because they may fill the disk.
     """
 
-    def __init__(
-        self, config: Config, run_dir: Path, recorder: Recorder, extra: Mapping[str, Stateful] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, config: Config, run_dir: Path, recorder: Recorder, parts: RunParts) -> None:
         self._config = config
         self._run_dir = run_dir
         self._recorder = recorder
-        self._extra = extra
+        self._parts = parts
         self.writing = Saver(is_async=config.async_save, on_error=config.on_save_error, on_saved=self._tell)
         self._writes = False
         self._last: _Due | None = None
         self._copy = StateCopy()
 
-    def save(self, trainer: Trainer, scheduler: Scheduler | None, metrics: Mapping[str, float]) -> None:
+    def save(self, metrics: Mapping[str, float]) -> None:
         """Save a checkpoint (every worker calls; collective if it is not written in the background).
 
         An error of the previous save in the background is raised here. Earlier checkpoints are intact.
         """
+        trainer = self._parts.trainer
         if self._config.async_save or not trainer.internals.can_continue:
-            self._save_in_background(trainer, scheduler, metrics)
+            self._save_in_background(metrics)
             return
 
         def write() -> None:
             if trainer.world.rank == 0:
-                self._write(self._checkpoint(trainer, scheduler, metrics))
+                self._write(self._checkpoint(metrics))
 
         trainer.repeatable(lambda world: gather_results(world, write, "saving a checkpoint"))
 
-    def take_over(self, trainer: Trainer, scheduler: Scheduler | None, world: World) -> None:
+    def take_over(self, world: World) -> None:
         """Write the last checkpoint, if this worker is rank 0 now and the one before has not written it (local).
 
-        The state of `trainer` may be of a later step.
+        The state that this worker has may be of a later step.
         """
         due = self._last
         if world.rank != 0 or self._writes or due is None:
@@ -108,11 +104,12 @@ class RunSaver:
             self._write(due.copy)
             self._copy = StateCopy()  # the saver has one of its own
         else:
-            metrics = due.metrics if due.global_step == trainer.global_step else {}
-            self._write(self._checkpoint(trainer, scheduler, metrics))
+            self._write(self._checkpoint(due.metrics if due.global_step == self._parts.trainer.global_step else {}))
 
-    def path_of(self, trainer: Trainer) -> Path:
-        return self._run_dir / checkpoint_name(trainer.global_step)
+    @property
+    def path(self) -> Path:
+        """Where a checkpoint of the present state is, if it is saved."""
+        return self._run_dir / checkpoint_name(self._parts.trainer.global_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return which save was begun last (local), for a worker that joins: it may have to write it."""
@@ -122,22 +119,20 @@ class RunSaver:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._last = _Due(**state, copy=None) if state else None
 
-    def _save_in_background(self, trainer: Trainer, scheduler: Scheduler | None, metrics: Mapping[str, float]) -> None:
-        rank = trainer.world.rank
+    def _save_in_background(self, metrics: Mapping[str, float]) -> None:
+        trainer, rank = self._parts.trainer, self._parts.trainer.world.rank
         copies = rank == 1 and trainer.internals.can_continue
         self._last = None  # its memory is used again
         if rank == 0 or copies:
-            checkpoint = self._checkpoint(trainer, scheduler, metrics)
+            checkpoint = self._checkpoint(metrics)
         if rank == 0:
             self._write(checkpoint)
         copy = self._keep_copy(checkpoint) if copies else None
         self._last = _Due(global_step=trainer.global_step, metrics=metrics, copy=copy)
 
-    def _checkpoint(
-        self, trainer: Trainer, scheduler: Scheduler | None, metrics: Mapping[str, float | None]
-    ) -> Checkpoint:
-        values = json.loads(self._config.model_dump_json())
-        return pack_state(trainer.state_dict(), scheduler, values, metrics, self._extra)
+    def _checkpoint(self, metrics: Mapping[str, float | None]) -> Checkpoint:
+        parts, values = self._parts, json.loads(self._config.model_dump_json())
+        return pack_state(parts.trainer.state_dict(), parts.scheduler, values, metrics, parts.states)
 
     def _keep_copy(self, checkpoint: Checkpoint) -> Checkpoint | None:
         try:

@@ -235,9 +235,9 @@ def test_a_skipped_step_is_no_part_of_the_epochs_mean(tmp_path: Path) -> None:
 
 def test_extra_state_of_a_model_is_kept(tmp_path: Path) -> None:
     config = parse_config(VALUES | {"model": "own_things:Extra"}, "config")
-    saver = RunSaver(config, tmp_path, Recorders([]))
+    saver = RunSaver(config, tmp_path, Recorders([]), build(model="own_things:Extra"))
     with saver.writing:
-        saver.save(build(model="own_things:Extra").trainer, None, {})
+        saver.save({})
     parts = build(model="own_things:Extra")
     restore_run(parts, load_checkpoint(find_checkpoints(tmp_path)[0]), config)
     restored: Any = parts.trainer.model
@@ -255,12 +255,12 @@ def save_epochs(
 ) -> None:
     """Train an epoch for each loss, and save the run with it."""
     parts = build()
-    saver = RunSaver(parse_config(VALUES | values, "config"), folder, Recorders([]))
+    saver = RunSaver(parse_config(VALUES | values, "config"), folder, Recorders([]), parts)
     with saver.writing:
         for epoch, loss in enumerate(losses):
             for batch in parts.train.epoch(epoch):
                 parts.trainer.step(batch)
-            saver.save(parts.trainer, None, {"loss": loss})
+            saver.save({"loss": loss})
             after_epoch(epoch)
 
 

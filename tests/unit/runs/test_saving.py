@@ -2,6 +2,8 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -39,11 +41,16 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     return trainer
 
 
+def saver_of(trainer: Trainer, folder: Path) -> RunSaver:
+    parts: Any = SimpleNamespace(trainer=trainer, scheduler=None, states={})
+    return RunSaver(parse_config({"model": "a:b", "data": "a:c"}, "config"), folder, Recorders([]), parts)
+
+
 def save_as(rank: int, trainer: Trainer, folder: Path) -> tuple[RunSaver, str]:
     """Let a worker of this rank save; return its saver, and the digest of what was saved. Then the state changes."""
-    saver = RunSaver(parse_config({"model": "a:b", "data": "a:c"}, "config"), folder, Recorders([]))
+    saver = saver_of(trainer, folder)
     trainer.internals.engine.world = world(rank)
-    saver.save(trainer, None, {"loss": 0.5})
+    saver.save({"loss": 0.5})
     digest = trainer.digest()
     with torch.no_grad():
         for parameter in trainer.model.parameters():
@@ -59,11 +66,11 @@ def written(path: Path) -> str:
 def test_the_next_rank_0_writes_what_the_lost_one_has_not_written(rank: int, trainer: Trainer, tmp_path: Path) -> None:
     (tmp_path / f".{NAME}.{'0' * 32}.tmp").touch()  # as a killed writer leaves it
     saver, digest = save_as(rank, trainer, tmp_path)
-    saver.take_over(trainer, None, world(1))  # another worker has rank 0
+    saver.take_over(world(1))  # another worker has rank 0
     saver.writing.wait()
     assert [path.name for path in tmp_path.iterdir()] == [f".{NAME}.{'0' * 32}.tmp"]
-    saver.take_over(trainer, None, world(0))
-    saver.take_over(trainer, None, world(0))
+    saver.take_over(world(0))
+    saver.take_over(world(0))
     saver.writing.wait()
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
     # Rank 1 has kept the state that was to be written, the others write what they have.
@@ -75,15 +82,15 @@ def test_what_the_lost_one_has_written_is_kept(trainer: Trainer, tmp_path: Path)
     first.writing.wait()
     before = (tmp_path / NAME).stat().st_ino
     saver, _ = save_as(1, trainer, tmp_path)
-    saver.take_over(trainer, None, world(0))
+    saver.take_over(world(0))
     saver.writing.wait()
     assert (tmp_path / NAME).stat().st_ino == before
     assert written(tmp_path / NAME) == digest
 
 
 def test_a_worker_without_a_save_before_it_takes_over_nothing(trainer: Trainer, tmp_path: Path) -> None:
-    saver = RunSaver(parse_config({"model": "a:b", "data": "a:c"}, "config"), tmp_path, Recorders([]))
-    saver.take_over(trainer, None, world(0))
+    saver = saver_of(trainer, tmp_path)
+    saver.take_over(world(0))
     assert list(tmp_path.iterdir()) == []
 
 
