@@ -278,7 +278,7 @@ class CallEvents:
         if not recorder.is_open:
             return 0
         size = 0
-        for tensor in tensors:  # a generator would take a third of the time of the event
+        for tensor in tensors:  # `sum` of a generator takes as long as the event
             size += tensor.numel() * tensor.element_size()  # sparse ones have no nbytes
         return recorder.begin(EventKind.COLLECTIVE, number, size, recorder.text(call))
 

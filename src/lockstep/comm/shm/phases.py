@@ -112,8 +112,10 @@ class PhaseExchange:
         `call` is compared in a program that begins a call, and is what messages name in any; `how` is to reduce what
         only torch can. If the calls differ, all ranks raise.
         """
-        prepared = PreparedCall(self._state_address, program, addresses, call, location)
-        return self._run(prepared, how, timeout_seconds) == HAS_PLACES
+        code = self._go(PreparedCall(self._state_address, program, addresses, call, location), how, timeout_seconds)
+        if code == DIFFERENT:
+            raise self._explain_mismatch()
+        return code == HAS_PLACES
 
     def prepare(self, program: Program, call: bytes) -> PreparedCall:
         """Return a call of one tensor, which is replaced, for `run_at`."""
@@ -123,7 +125,8 @@ class PhaseExchange:
         """Run what was prepared, on a tensor at `address` (collective); a rank alone has its result."""
         if self.size > 1:
             prepared.table[0] = prepared.table[1] = address
-            self._run(prepared)
+            if self._go(prepared) == DIFFERENT:
+                raise self._explain_mismatch()
 
     def find_line(self) -> str:
         """Return the line of the user's code that made the call which runs now."""
@@ -144,17 +147,6 @@ class PhaseExchange:
                     "memory, which is not in it. Some program has overwritten that memory. (LS213)"
                 )
         return found
-
-    def _run(
-        self,
-        prepared: PreparedCall,
-        how: tuple[Reduction, torch.dtype] | None = None,
-        timeout_seconds: float | None = None,
-    ) -> int:
-        code = self._go(prepared, how, timeout_seconds)
-        if code == DIFFERENT:
-            raise self._explain_mismatch()
-        return code
 
     def _go(
         self,
