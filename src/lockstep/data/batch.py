@@ -89,6 +89,8 @@ class ShardedBatch:
     """Number of shards of the loader that made it."""
     slices: tuple[Slice, ...]
     """Slices of this worker's shards, in shard order; those without a sample are left out."""
+    lengths: tuple[int, ...]
+    """Samples of each shard, as far as there are samples."""
     ranges: tuple[range, ...]
     """The shards of every worker, in rank order."""
     source: str

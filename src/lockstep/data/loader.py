@@ -282,6 +282,7 @@ class ShardedLoader:
                             _next_slice(loaded, cursor, shard, keys)
                             for shard, keys in own_slices(slices, ranges[world.rank])
                         ),
+                        lengths=tuple(map(len, slices)),
                         ranges=ranges,
                         source=source,
                         content=content,

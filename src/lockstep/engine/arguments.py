@@ -35,7 +35,7 @@ from lockstep.torch_private.modules import TorchsSyncBatchNorm, complete_optimiz
 
 _COMPARED = (
     *("num_shards", "seed", "every", "max_grad_norm", "precision", "track_grad_norm", "compile", "nonfinite"),
-    *("balance", "deterministic", "exact_mean"),
+    *("balance", "deterministic", "exact_mean", "verify_steps"),
 )
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
@@ -53,6 +53,7 @@ class TrainerArguments:
     max_grad_norm: float | None
     nonfinite: str
     exact_mean: bool
+    verify_steps: int
     balance: str
     deterministic: bool
     bucket_limits: BucketLimits
@@ -96,6 +97,8 @@ def _check_own(arguments: TrainerArguments, world: World) -> Description:
             f"num_shards is {num_shards}, expected at least 1: the slices that a step's batch is cut into. (LS501)"
         )
     check_whole_number("seed", arguments.seed)
+    if check_whole_number("verify_steps", arguments.verify_steps) < 0:
+        raise ValueError(f"verify_steps is {arguments.verify_steps}, expected 0 (to verify no step) or more. (LS501)")
     check_model(arguments.model)
     optimizers = list_optimizers(arguments.optimizer, arguments.every)
     for optimizer in optimizers.values():

@@ -54,6 +54,8 @@ class Findings:
 
     num_contents_compared: int = 0
     """The steps in which the contents of all parameters were compared. [Note: parameters that are written]."""
+    num_steps_begun: int = 0
+    """Of those in which it is looked at. [`first_steps.py`]"""
     counts_are_enough: dict[tuple[str, ...], bool] = field(default_factory=dict)
     """By the optimizers of an update. [Note: what an optimizer has written]."""
 

@@ -184,7 +184,7 @@ class ShardRuns:
         can_repeat = can_repeat and part.shard == 0 and self.state.num_shards > 1
         other = next((each for each in batch.slices if each.shard != part.shard), part)
         # The gradients of the last shard wait in `.grad` still.
-        compute = partial(self._compute_again, batch, has_gradients=self._watch.is_first and not is_last)
+        compute = partial(self.compute_again, batch, has_gradients=self._watch.is_first and not is_last)
         with OPEN_GROUPS.refused():
             self._watch.judge(loss, partial(compute, part), partial(compute, other), can_repeat=can_repeat)
             if self._may_be_no_mean and can_repeat:
@@ -237,8 +237,11 @@ class ShardRuns:
         self.gradients.end_backward()
         return loss.detach()
 
-    def _compute_again(self, batch: ShardedBatch, part: Slice, *, has_gradients: bool) -> list[Tensor]:
-        """Compute the loss of a slice from the buffers of the step's begin, and numbers for its gradients (local)."""
+    def compute_again(self, batch: ShardedBatch, part: Slice, *, has_gradients: bool) -> list[Tensor]:
+        """Compute the loss of a slice from the buffers of the step's begin, and numbers for its gradients (local).
+
+        They are as many as there are trained parameters, or none where a gradient cannot be taken again.
+        """
         with self.buffers.of_step_begin():
             # Containers anew: the loss function may have taken items out of its own.
             data = to_device(part.data, self.state.device)
@@ -250,7 +253,7 @@ class ShardRuns:
                 gradients = torch.autograd.grad(loss, trained, allow_unused=True)
             except RuntimeError:  # a reentrant checkpoint allows no such call; the loss says enough of most state
                 return [loss.detach()]
-            return [loss.detach(), *(sum_of_bits([each]) for each in gradients if each is not None and each.numel())]
+            return [loss.detach(), *(sum_of_bits([] if each is None else [each]) for each in gradients)]
 
     def _check_mean(self, batch: ShardedBatch, part: Slice) -> None:
         """Refuse a loss that is not a mean over samples, by that of a slice and those of its parts (local).

@@ -149,6 +149,10 @@ class StateWatch:
         """Whether this is the first step, before there is memory of an optimizer's."""
         return self._num_steps == 1
 
+    @property
+    def has_told(self) -> bool:
+        return bool(self._told)
+
     def begin(self) -> bool:
         """Return whether the first shard of the step is to be looked at."""
         self._num_steps += 1

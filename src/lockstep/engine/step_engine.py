@@ -40,6 +40,7 @@ from lockstep.engine.batches import gather_results
 from lockstep.engine.buffers import without_repeats
 from lockstep.engine.comparison import ShardHashes, WorkerComparison, number_shards
 from lockstep.engine.decision import ReducedGradients
+from lockstep.engine.first_steps import FirstSteps
 from lockstep.engine.parameters import WrittenParameters
 from lockstep.engine.run_state import RunState
 from lockstep.engine.shard_runs import ShardRuns
@@ -62,6 +63,7 @@ STEP_PARTS: Sequence[Callable[[ShardRuns], StepPart]] = (
     SameBatch,
     SameSettings,
     lambda runs: runs.hooks,
+    FirstSteps,  # before the gradients of the step: a loss may have a backward of its own
     ReducedGradients,
     WorkerComparison,
     lambda runs: runs.losses,

@@ -97,6 +97,9 @@ class Trainer:
             a step has the gradient of its whole batch. It is tried in the first step, on the slice of shard 0 and its
             parts, in evaluation mode: another loss raises an error. False: whatever it is, a step has the mean of its
             shards' losses, and another gradient with another `num_shards`.
+        verify_steps: In how many steps after the first one, of a resumed run too, a shard of each worker is computed
+            once more, by another worker and after another shard, from samples that are loaded again. What differs is
+            warned of. Not for streams, nor with `deterministic=False`; 0 for none.
         balance: "even": every worker runs the same number of shards, or one more. "speed": shards move from slow
             workers to fast ones while training; no bit of the result depends on who runs which.
         deterministic: What `lockstep.set_deterministic` is called with, which holds for the whole process. True:
@@ -142,6 +145,7 @@ class Trainer:
         compile: bool | str = False,  # noqa: A002 - torch's word
         nonfinite: Literal["stop", "skip"] = "stop",
         exact_mean: bool = True,
+        verify_steps: int = 3,
         balance: Literal["even", "speed"] = "even",
         deterministic: bool = True,
         bucket_limits: BucketLimits | None = None,
@@ -170,6 +174,7 @@ class Trainer:
             compile=compile,
             nonfinite=nonfinite,
             exact_mean=exact_mean,
+            verify_steps=verify_steps,
             balance=balance,
             deterministic=deterministic,
             bucket_limits=bucket_limits or BucketLimits(),

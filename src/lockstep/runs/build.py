@@ -289,6 +289,7 @@ def _build_trainer(
             max_grad_norm=config.max_grad_norm,
             nonfinite=config.nonfinite,
             exact_mean=config.exact_mean,
+            verify_steps=config.first_steps_verified,
             balance=config.balance,
             deterministic=config.deterministic,
             on_worker_loss="continue"

@@ -142,6 +142,7 @@ class Config(BaseModel):
     nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss that is not finite does: stop the run, or skip the step."""
     exact_mean: bool = True
+    first_steps_verified: int = Field(default=3, ge=0)
     """Whether to refuse a loss that is not a mean over samples, whose gradient depends on `num_shards`."""
     balance: Literal["even", "speed"] = "even"
     """Whether shards move from slow workers to fast workers; this does not change the result."""
