@@ -1,7 +1,7 @@
 """The other ranks of a group: waiting for them, and detecting that they have exited.
 
-A wait spins briefly where every rank has a core, then sleeps in the kernel for short times [`native/shm.c`]; after each
-it reads the peer's state and checks whether its process still runs.
+A wait spins or yields briefly, then sleeps in the kernel for short times [`native/shm.c`]; after each it reads the
+peer's state and checks whether its process still runs.
 
 state page of a rank:   state | lost rank | length, text: why it left | length, text: the call it waits in
 """
@@ -155,7 +155,7 @@ class Peers:
         """The number of each rank in messages: its rank in the default group."""
         self.global_rank = global_ranks[rank]
         self.has_core = self.size <= len(os.sched_getaffinity(0))
-        """Whether there is a core for every rank, so that a wait may spin."""
+        """Whether there is a core for every rank; else a wait for a message sleeps, one for a phase yields first."""
 
     def _break_in_child(self) -> None:
         if self.broken is None:
