@@ -1,4 +1,4 @@
-"""Check that all workers train the same: by numbers in each step, and bit by bit where the user asks for it (`verify`).
+"""Check that all workers train the same, by numbers in each step.
 
 Of the two numbers per worker and step, sent in the step table, one is of the optimizer's options: a learning rate that
 is set on one rank alone gives that rank other weights. The other is of the parameters' bits. Reading them all takes as
@@ -7,36 +7,22 @@ were loaded, or a forward that changes them. Each parameter counts its writes (`
 same on every worker.
 """
 
-import hashlib
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import islice
 from typing import final
 
-import torch
 from torch import Tensor
 
-from lockstep.comm import World
-from lockstep.data import ShardedBatch, ShardedLoader, Slice
-from lockstep.data.contents import slice_number
-from lockstep.data.keyed import generators_of_training
-from lockstep.engine.batches import gather_results, name_step
 from lockstep.engine.networks import TRAINED_MODELS
-from lockstep.engine.run_state import RunState
-from lockstep.engine.shard_runs import RandomStates, ShardRuns
-from lockstep.engine.side_effects import LeftState
+from lockstep.engine.shard_runs import ShardRuns
 from lockstep.engine.step_table import Column, CurrentStep, Rows, StepPart
-from lockstep.errors import LossError, ParameterMismatchError
+from lockstep.errors import ParameterMismatchError
 from lockstep.reduce.model import Description, describe_differences, describe_options
 from lockstep.reduce.tensor_bits import sum_of_bits
-from lockstep.torch_private.modules import byte_view, version_of
+from lockstep.torch_private.modules import version_of
 
 _PURPOSE = "comparing what the workers train"
-ShardHashes = dict[int, dict[str, str]]
-"""For every shard a hash of its loss and of each gradient, by name."""
-ShardNumbering = Callable[[ShardedBatch, Sequence[int]], ShardHashes]
-"""Computes shards in an order, and changes nothing."""
 
 
 @final
@@ -131,110 +117,3 @@ def _compare_options(place: str, found: list[Description]) -> None:
                 f"The optimizers of ranks {rank} and 0 differ at {place}: {describe_differences(options, found[0])}. "
                 "Set options, and step a scheduler, alike on every rank. Nothing was changed by this step. (LS515)"
             )
-
-
-def verify(
-    state: RunState,
-    world: World,
-    loader: ShardedLoader,
-    num_steps: int,
-    number: ShardNumbering,
-    step: Callable[[ShardedBatch], object],
-) -> None:
-    """Check some steps (collective), and put everything back; `Trainer.verify` says how, and what it raises."""
-    state.check_usable()
-    random = RandomStates(generators_of_training(state.model, state.plan.losses))
-    random.save()
-    begin = state.cursor
-    batches = zip(
-        loader.epoch(begin.epoch, begin.step), loader.for_one_worker().epoch(begin.epoch, begin.step), strict=True
-    )
-    try:
-        with state.parts.kept():
-            for mine, whole in islice(batches, num_steps):
-                _check_step(state, world, mine, whole, number)
-                step(mine)
-            state.read_last_step()
-    finally:
-        state.unread_step = None  # what it would put back was put back
-        state.note_scheduler()
-        random.restore()
-
-
-def _check_step(state: RunState, world: World, mine: ShardedBatch, whole: ShardedBatch, number: ShardNumbering) -> None:
-
-    def compute() -> tuple[str, ShardHashes]:
-        data = {part.shard: slice_number(part.data) for part in whole.slices}
-        odd = next((part.shard for part in mine.slices if slice_number(part.data) != data[part.shard]), None)
-        if odd is not None:
-            return (
-                f"The data set gives other data for the samples of shard {odd} when they are loaded again: it "
-                "remembers something, or draws from a generator that is not seeded for each sample"
-            ), {}
-        shards = [part.shard for part in whole.slices]
-        before = LeftState(state.model, state.plan.losses)
-        forward = number(whole, shards)
-        certain, possible = before.changes()
-        difference = _find_difference(number(whole, shards[::-1]), forward)
-        changed = [*certain, *possible]
-        left = f"; the shards have changed {', '.join(changed[:3])}" if changed else ""
-        return difference and f"{difference} when other shards are run before it{left}", forward
-
-    found = gather_results(world, compute, "Trainer.verify")
-    problem = next((text for text, _ in found if text), "")
-    for rank, (_, numbers) in enumerate(found):
-        if not problem and (difference := _find_difference(numbers, found[0][1])):
-            problem = f"{difference} on rank {rank} than on rank 0"
-    if problem:
-        raise LossError(
-            f"The result depends on who runs which shard, at {name_step(mine.cursor)}: {problem}. Keep state in "
-            "buffers, take numbers of steps from place (loss(model, batch, place)), and draw random numbers from the "
-            "global generators. Everything that a trainer saves was put back. (LS518)"
-        )
-
-
-def _find_difference(found: ShardHashes, expected: ShardHashes) -> str:
-    for shard, numbers in expected.items():
-        names = [name for name, number in numbers.items() if found[shard].get(name) != number]
-        if names:
-            more = f" and {len(names) - 1} more have" if len(names) > 1 else " has"
-            return f"{names[0]}{more} other bits in shard {shard}"
-    return ""
-
-
-def number_shards(runs: ShardRuns, batch: ShardedBatch, order: Sequence[int]) -> ShardHashes:
-    """Compute shards in an order, each from the step's first buffers; change nothing. `batch` has all these (local)."""
-    slices = {part.shard: part for part in batch.slices}
-    runs.random.save()
-    runs.buffers.record()
-    try:
-        with runs.hooks.taken_off():
-            found: ShardHashes = {}
-            for shard in order:
-                with runs.buffers.of_step_begin():
-                    found[shard] = _number_shard(runs, batch, slices[shard])
-            return found
-    finally:
-        runs.buffers.put_back()
-        runs.random.restore()
-        runs.state.model.zero_grad(set_to_none=True)
-
-
-def _number_shard(runs: ShardRuns, batch: ShardedBatch, part: Slice) -> dict[str, str]:
-    numbers: dict[str, str] = {}
-    model = runs.state.model
-    for update in runs.state.plan.updates(runs.state.global_step):
-        prefix = f"{update.name}: " if update.name else ""
-        model.zero_grad(set_to_none=True)
-        runs.choose(update)
-        loss = runs.compute(batch, part)
-        numbers[f"{prefix}the loss"] = _hash_bits(loss)
-        for name, each in model.named_parameters():
-            if each.grad is not None:
-                numbers[f"{prefix}the gradient of {name}"] = _hash_bits(each.grad)
-    return numbers
-
-
-def _hash_bits(tensor: Tensor) -> str:
-    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
-    return hashlib.sha256(byte_view(dense).numpy().data).hexdigest()

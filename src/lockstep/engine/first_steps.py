@@ -11,27 +11,33 @@ number of workers. A worker alone computes its first shard twice.
 Nothing is compared where the user's code cannot be called again: it raises, or makes collective calls, or uses up an
 iterator. The very first step is left to the checks within it (`side_effects.py`, `parameters.py`), which know the name
 of what was written; what they have told is not looked for.
+
+`verify`, which the user calls, does so with all shards of a step on every worker, in two orders.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Final, final
 
-from torch import Tensor
-
 from lockstep.comm.open_calls import OPEN_GROUPS
-from lockstep.data import ShardedBatch, Slice
+from lockstep.data import ShardedBatch, ShardedLoader, Slice
 from lockstep.data.contents import slice_number
-from lockstep.engine.shard_runs import ShardRuns
+from lockstep.data.keyed import generators_of_training
+from lockstep.engine.batches import gather_results, name_step
+from lockstep.engine.optimizers import UpdateSpec
+from lockstep.engine.shard_runs import RandomStates, ShardRuns
 from lockstep.engine.side_effects import LeftState
 from lockstep.engine.step_table import Column, CurrentStep, Rows, StepPart
-from lockstep.errors import GroupError
+from lockstep.errors import GroupError, LossError
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce.model import describe_options
 from lockstep.reduce.tensor_bits import sum_of_bits
 
 _PURPOSE: Final = "verifying the first steps"
+_DEPENDS: Final = "The result depends on who runs which shard"
 
 
 @final
@@ -79,17 +85,14 @@ class FirstSteps(StepPart):
         self._seen = None
 
     def _tell(self, step: CurrentStep, found: Sequence[SeenShards]) -> None:
-        names = ["the loss"]
-        names += [
-            f"the gradient of {name}" for name, each in self._runs.state.model.named_parameters() if each.requires_grad
-        ]
+        names = _names(self._runs, [step.update])
         problem = next((each.problem for each in found if each.problem), "") or _find_problem(found, names)
         if not problem:
             return
         self._limit = 0
         if self._runs.world.rank == 0:
             warnings.warn(
-                f"The result depends on who runs which shard, at {step.place}: {problem}. Keep state in buffers, take "
+                f"{_DEPENDS}, at {step.place}: {problem}. Keep state in buffers, take "
                 "numbers of steps from place (loss(model, batch, place)), and draw random numbers from the global "
                 "generators. verify_steps=0, in a config first_steps_verified: 0, does not look. (LS518)",
                 stacklevel=stacklevel_of_user(),
@@ -98,7 +101,6 @@ class FirstSteps(StepPart):
     def _look(self, step: CurrentStep) -> SeenShards:
         """Compute shards again, and change nothing; what the user's code raises, the step raises too (local)."""
         state, batch = self._runs.state, step.batch
-        self._runs.choose(step.update)
         left = LeftState(state.model, state.plan.losses)
         gradients = [(each, each.grad) for each in state.model.parameters()]
         has_told = any(each.has_told for each in state.watches.values())
@@ -107,7 +109,7 @@ class FirstSteps(StepPart):
         try:
             state.model.zero_grad(set_to_none=True)
             with OPEN_GROUPS.refused(), warnings.catch_warnings(action="ignore"):
-                return self._compute(batch, batch.load_again)
+                return self._compute(batch, step.update, batch.load_again)
         except GroupError:
             raise
         except Exception:  # noqa: BLE001 - of the user's code, or memory has run out
@@ -117,13 +119,12 @@ class FirstSteps(StepPart):
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
-    def _compute(self, batch: ShardedBatch, load_again: Callable[[Sequence[int]], Any]) -> SeenShards:
+    def _compute(
+        self, batch: ShardedBatch, update: UpdateSpec, load_again: Callable[[Sequence[int]], Any]
+    ) -> SeenShards:
         def load(shard: int) -> Slice:
             first, length = sum(batch.lengths[:shard]), batch.lengths[shard]
             return Slice(shard=shard, num_samples=length, data=load_again(range(first, first + length)))
-
-        def compute(part: Slice) -> list[int]:
-            return [_number(each) for each in self._runs.compute_again(batch, part, has_gradients=True)]
 
         own, optimizer = batch.slices[0], self._runs.state.optimizer
         shard, other = own.shard, self._other_shard(batch)
@@ -133,11 +134,11 @@ class FirstSteps(StepPart):
         if trained[shard] != loaded[shard]:  # what is computed of them differs too
             return SeenShards(trained=trained, loaded=loaded, bits={})
         options, problem = describe_options(optimizer), ""
-        before = compute(load(shard)) if len(batch.ranges) == 1 else []
-        bits = {each: compute(part) for each, part in parts.items()}
+        before = _compute_shards(self._runs, batch, [load(shard)], [update]) if len(batch.ranges) == 1 else {}
+        bits = _compute_shards(self._runs, batch, list(parts.values()), [update])
         if slice_number(load(shard).data) != loaded[shard]:
-            problem = f"the samples of shard {shard} are others when they are loaded again, after a forward"
-        elif before and before != bits[shard]:
+            problem = f"the data set gives other data for the samples of shard {shard} after a forward"
+        elif before.get(shard, bits[shard]) != bits[shard]:
             problem = f"shard {shard} has another loss, or gradient, when shard {other} is run before it"
         elif describe_options(optimizer) != options:
             problem = "the forward or the loss has changed the options of the optimizer"
@@ -150,19 +151,105 @@ class FirstSteps(StepPart):
         return following.start if is_there else batch.slices[-1].shard
 
 
-def _number(tensor: Tensor) -> int:
-    return int(tensor) if not tensor.is_floating_point() else int(sum_of_bits([tensor]))
+def verify(
+    runs: ShardRuns,
+    loader: ShardedLoader,
+    num_steps: int,
+    looked_at: Callable[[], AbstractContextManager[None]],
+    step: Callable[[ShardedBatch], object],
+) -> None:
+    """Check some steps (collective), and put everything back; `Trainer.verify` says how, and what it raises."""
+    state = runs.state
+    state.check_usable()
+    random = RandomStates(generators_of_training(state.model, state.plan.losses))
+    random.save()
+    place = state.cursor.epoch, state.cursor.step
+    batches = zip(loader.epoch(*place), loader.for_one_worker().epoch(*place), strict=True)
+    try:
+        with state.parts.kept():
+            for mine, whole in islice(batches, num_steps):
+                with looked_at():
+                    _check_step(runs, mine, whole)
+                step(mine)
+            state.read_last_step()
+    finally:
+        state.unread_step = None  # what it would put back was put back
+        state.note_scheduler()
+        random.restore()
+
+
+def _check_step(runs: ShardRuns, mine: ShardedBatch, whole: ShardedBatch) -> None:
+    state = runs.state
+    updates = state.plan.updates(state.global_step)
+
+    def compute() -> SeenShards:
+        trained = {part.shard: slice_number(part.data) for part in mine.slices}
+        loaded = {part.shard: slice_number(part.data) for part in whole.slices}
+        left = LeftState(state.model, state.plan.losses)
+        forward = _compute_shards(runs, whole, whole.slices, updates)
+        certain, possible = left.changes()
+        backward = _compute_shards(runs, whole, whole.slices[::-1], updates)
+        difference = _find_difference(backward, forward, _names(runs, updates))
+        changed = [*certain, *possible]
+        also = f"; the shards have changed {', '.join(changed[:3])}" if changed else ""
+        problem = difference and f"{difference} when other shards are run before it{also}"
+        return SeenShards(trained=trained, loaded=loaded, bits=forward, problem=problem)
+
+    found = gather_results(runs.world, compute, "Trainer.verify")
+    of_data = (replace(each, bits={}) for each in found)
+    problem = _find_problem(list(of_data), ()) or next((each.problem for each in found if each.problem), "")
+    problem = problem or _find_problem(found, _names(runs, updates))
+    if problem:
+        raise LossError(
+            f"{_DEPENDS}, at {name_step(mine.cursor)}: {problem}. Keep state in buffers, take numbers of steps from "
+            "place (loss(model, batch, place)), and draw random numbers from the global generators. Everything that a "
+            "trainer saves was put back. (LS518)"
+        )
+
+
+def _compute_shards(
+    runs: ShardRuns, batch: ShardedBatch, parts: Sequence[Slice], updates: Sequence[UpdateSpec]
+) -> dict[int, list[int]]:
+    """Compute slices in this order, each from the step's first buffers; return what `_names` names (local)."""
+    found: dict[int, list[int]] = {}
+    for part in parts:
+        numbers = found[part.shard] = []
+        for update in updates:
+            runs.choose(update)
+            loss, *gradients = runs.compute_again(batch, part, has_gradients=True)
+            numbers += [int(sum_of_bits([loss])), *map(int, gradients)]
+    return found
+
+
+def _names(runs: ShardRuns, updates: Sequence[UpdateSpec]) -> list[str]:
+    trained = [name for name, each in runs.state.model.named_parameters() if each.requires_grad]
+    names = ["the loss", *(f"the gradient of {name}" for name in trained)]
+    return [f"{update.name}: {name}" if update.name else name for update in updates for name in names]
+
+
+def _find_difference(found: Mapping[int, list[int]], expected: Mapping[int, list[int]], names: Sequence[str]) -> str:
+    """Return in which numbers a shard differs, of those that are in both."""
+    for shard in found.keys() & expected.keys():
+        pairs = zip(names, expected[shard], found[shard], strict=False)
+        if odd := [name for name, one, two in pairs if one != two]:
+            return f"{odd[0]}{f' and {len(odd) - 1} more have' if len(odd) > 1 else ' has'} other bits in shard {shard}"
+    return ""
 
 
 def _find_problem(found: Sequence[SeenShards], names: Sequence[str]) -> str:
+    """Return what one worker has of a shard that another has otherwise."""
     for rank, seen in enumerate(found):
-        for shard, number in seen.trained.items():
-            for other, theirs in enumerate(found):
+        for other, theirs in enumerate(found):
+            for shard, number in seen.trained.items():
                 if theirs.loaded.get(shard, number) != number:
                     who = "" if other == rank else f" by rank {other}"
-                    return f"the samples of shard {shard} of rank {rank} are other data when they are loaded again{who}"
-                pairs = zip(names, seen.bits.get(shard, ()), theirs.bits.get(shard, ()), strict=False)
-                odd = next((name for name, one, two in pairs if one != two), "")
-                if odd:
-                    return f"{odd} has other bits in shard {shard} on rank {other} than on rank {rank}"
+                    return (
+                        f"the data set gives other data for the samples of shard {shard} of rank {rank} when they are "
+                        f"loaded again{who}: it remembers something, or draws from a generator that is not seeded for "
+                        "each sample"
+                    )
+            if difference := _find_difference(
+                theirs.bits, {shard: seen.bits.get(shard, []) for shard in seen.trained}, names
+            ):
+                return f"{difference} on rank {other} than on rank {rank}"
     return ""

@@ -24,7 +24,8 @@ failed here alone, and the worker then has all to finish the step but what that 
 """
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, TypeVar, cast, final
 
 import torch
@@ -38,7 +39,7 @@ from lockstep.engine.arguments import TrainerArguments, check_fingerprints, chec
 from lockstep.engine.balance import ShardBalance
 from lockstep.engine.batches import gather_results
 from lockstep.engine.buffers import without_repeats
-from lockstep.engine.comparison import ShardHashes, WorkerComparison, number_shards
+from lockstep.engine.comparison import WorkerComparison
 from lockstep.engine.decision import ReducedGradients
 from lockstep.engine.first_steps import FirstSteps
 from lockstep.engine.parameters import WrittenParameters
@@ -197,12 +198,19 @@ class StepEngine:
             self._state.mark_unusable("The optimizer had updated the parameters.")
             raise
 
-    def number_shards(self, batch: ShardedBatch, order: Sequence[int]) -> ShardHashes:
-        """Compute shards in an order, and change nothing; return a hash of each loss and gradient by name (local)."""
+    @contextmanager
+    def looked_at(self) -> Iterator[None]:
+        """Let shards be computed between two steps, and put back what that changes (local)."""
         self._enter(StepPhase.PREPARE)
+        self.runs.random.save()
+        self.runs.buffers.record()
         try:
-            return number_shards(self.runs, batch, order)
+            with self.runs.hooks.taken_off():
+                yield
         finally:
+            self.runs.buffers.put_back()
+            self.runs.random.restore()
+            self._state.model.zero_grad(set_to_none=True)
             self._enter(StepPhase.IDLE)
 
     def close(self) -> None:

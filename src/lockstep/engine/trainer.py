@@ -22,9 +22,9 @@ from lockstep.data.loader import LoaderOptions
 from lockstep.engine.arguments import TrainerArguments, check_arguments, find_device_type, warn_of_other_conditions
 from lockstep.engine.averaging import SWA, AveragedWeights, tensors_of
 from lockstep.engine.callbacks import Callback
-from lockstep.engine.comparison import verify
 from lockstep.engine.evaluation import Forward, Metric, compute_statistics, evaluate
 from lockstep.engine.fingerprint import DeterminismSwitches, Fingerprint
+from lockstep.engine.first_steps import verify
 from lockstep.engine.networks import TRAINED_MODELS
 from lockstep.engine.present import PresentEngine
 from lockstep.engine.run_state import RunState
@@ -311,7 +311,7 @@ class Trainer:
         """
         self._state.check_last_step()
         engine = self.internals.engine
-        verify(self._state, engine.world, loader, steps, engine.number_shards, engine.step)
+        verify(engine.runs, loader, steps, engine.looked_at, engine.step)
 
     # -- Reading, saving and loading the state of the run --------------------------------------------------------------
 

@@ -86,12 +86,17 @@ class Remembering(Dataset[Any]):
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_loss_that_depends_on_the_rank_is_told(workers: int) -> None:
-    with pytest.warns(UserWarning, match=r"the loss has other bits in shard \d on rank \d than on rank 0.*LS518"):
+    with pytest.warns(
+        UserWarning, match=r"the loss and 6 more have other bits in shard \d on rank \d than on rank 0.*LS518"
+    ):
         run(workers, partial(train, make_loss=ask_for_the_rank))
 
 
 def test_samples_that_are_others_when_they_are_loaded_again_are_told() -> None:
-    with pytest.warns(UserWarning, match=r"samples of shard 0 of rank 0 are other data when they are loaded again\."):
+    with pytest.warns(
+        UserWarning,
+        match="gives other data for the samples of shard 0 of rank 0 when they are loaded again: it remembers",
+    ):
         train(ALONE, make_data=Remembering)
 
 
