@@ -30,10 +30,10 @@ from lockstep.torch_private.modules import (
 )
 
 _GRADIENT = attrgetter("grad")
+_PARAMETER = attrgetter("parameter")
 _PLACE = attrgetter("place")
 _IS_SPARSE = attrgetter("is_sparse")
 _HAS_ARRIVED = attrgetter("has_arrived")
-_LIES_IN_BUCKET = attrgetter("lies_in_bucket")
 _IS_SCALED = attrgetter("is_scaled")
 
 
@@ -257,50 +257,24 @@ class DenseBucket:
         return [index for index, slot in enumerate(self.slots) if not slot.has_arrived]
 
     def _adopt_small(self) -> None:
-        gradients = list(map(_GRADIENT, self._parameters))
-        moved: Iterable[tuple[nn.Parameter, Tensor]]
-        if self._are_all_moved(gradients):
-            places = list(map(_PLACE, self.slots))
-            moved = zip(self._parameters, places, strict=True)
-        else:
-            places, gradients, moved = self._find_moved(gradients)
-        if places:
-            with torch.no_grad():
-                foreach_copy_(places, gradients)
-            for parameter, place in moved:
-                parameter.grad = place
-            if self.streams is not None:
-                self.streams.keep_until_read(gradients)
-
-    def _are_all_moved(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Return whether all gradients are to be copied, and nothing else; it runs in C, for there may be hundreds."""
-        slots = self.slots
-        return (
-            all(map(_HAS_ARRIVED, slots))
-            and all(map(_LIES_IN_BUCKET, slots))
-            and not any(map(is_, gradients, repeat(None)))
-            and not any(map(is_, gradients, map(_PLACE, slots)))
-            and not any(map(_IS_SPARSE, gradients))
-            and max(map(getrefcount, map(_PLACE, slots))) <= REFERENCES_OF_ONE_HOLDER
-        )
-
-    def _find_moved(
-        self, found: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor], list[Tensor | None], list[tuple[nn.Parameter, Tensor]]]:
-        """Return where to copy which gradients, and which parameters get these places; held ones keep their memory."""
-        places: list[Tensor] = []
-        gradients: list[Tensor | None] = []
-        moved: list[tuple[nn.Parameter, Tensor]] = []
-        for slot, gradient in zip(self.slots, found, strict=True):
-            if gradient is None or gradient is slot.place or not slot.has_arrived:
-                continue
-            if getrefcount(slot.place) > REFERENCES_OF_ONE_HOLDER:
+        """Copy what is not in its place yet, all at once: there may be hundreds, so most of this runs in C."""
+        pairs = zip(self.slots, map(_GRADIENT, self._parameters), strict=True)
+        moved = [slot for slot, each in pairs if each is not None and each is not slot.place and slot.has_arrived]
+        if not moved:
+            return
+        if max(map(getrefcount, map(_PLACE, moved))) > REFERENCES_OF_ONE_HOLDER:
+            for slot in moved:
                 slot.keep_held()
-            places.append(slot.place)
-            gradients.append(slot.as_dense(gradient) if gradient.is_sparse else gradient)
+        places, gradients = list(map(_PLACE, moved)), list(map(_GRADIENT, map(_PARAMETER, moved)))
+        if any(map(_IS_SPARSE, gradients)):
+            gradients = [slot.as_dense(each) for slot, each in zip(moved, gradients, strict=True)]
+        with torch.no_grad():
+            foreach_copy_(places, gradients)
+        for slot, place in zip(moved, places, strict=True):
             if slot.lies_in_bucket:
-                moved.append((slot.parameter, slot.place))
-        return places, gradients, moved
+                slot.parameter.grad = place
+        if self.streams is not None:
+            self.streams.keep_until_read(gradients)
 
 
 @final
