@@ -33,10 +33,11 @@ from lockstep.comm.hosts import Checking, GroupBackends, known_hosts
 from lockstep.comm.hosts_carrier import HostsCarrier
 from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.comm.shm.arguments import flatten, is_plain, read_allocation, write_back
+from lockstep.comm.shm.arithmetic import reduction
 from lockstep.comm.shm.comparison import SharedMemoryComparer
 from lockstep.comm.shm.group import ShmProcessGroup
 from lockstep.comm.torch_backends import TorchBackends, type_of_backend
-from lockstep.errors import CollectiveMismatchError, GroupError
+from lockstep.errors import CollectiveMismatchError, GroupError, PeerLostError
 from lockstep.shards.tree import Node
 from lockstep.torch_private.compiler import keep_compiler_out_of_methods
 from lockstep.torch_private.groups import (
@@ -80,6 +81,7 @@ class CheckedProcessGroup(LockstepGroup):
         call = collective.read(arguments, keywords)
         refuse_one_output_twice(call)
         if self._carrier is not None and _is_plain_sum(collective, call):
+            reduction(ReduceOp.SUM, call.outputs[0].dtype.to_real())  # raises if no rank can add these
             description = collective.describe(call, self._global_ranks)
             sum_ranks = partial(_sum_ranks, self._carrier, call.outputs[0], description)
             return self._carry(description, sum_ranks, call.outputs, is_async=call.is_async)
@@ -143,6 +145,17 @@ class CheckedProcessGroup(LockstepGroup):
             reports_exits=True,
         )
 
+    def shutdown(self) -> None:
+        if self._carrier is not None and not self._runner.is_idle:
+            # A thread of this rank waits in it for ranks of other hosts, and they for that thread.
+            error = GroupError(
+                f"Rank {self._global_ranks[self.rank()]} destroyed the process group before it had waited for its "
+                "asynchronous calls. Call wait() on each first. (LS204)"
+            )
+            self.report_failure(error)
+            self.end_calls(error)
+        super().shutdown()
+
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "checked"
 
@@ -171,12 +184,18 @@ class CheckedProcessGroup(LockstepGroup):
             except CollectiveMismatchError:
                 raise  # on every rank alike
             except BaseException as error:
-                # Ranks of other hosts wait for this one, and may not be told in any other way.
-                self.report_failure(error)
-                self.end_calls(error if isinstance(error, GroupError) else _describe_end(call, error))
-                raise
+                raise self._end_for_all(call, error) from error
 
         return self._runner.start(call, guarded, tensors, is_async=is_async)
+
+    def _end_for_all(self, call: bytes, error: BaseException) -> BaseException:
+        """Tell the ranks of all hosts, which may not notice in any other way; return the error to raise."""
+        found = error
+        if isinstance(error, PeerLostError) or (isinstance(error, RuntimeError) and not isinstance(error, GroupError)):
+            found = self._peers.find_any_failed() or error  # where it began: this rank may know only what followed
+        self.report_failure(found)
+        self.end_calls(found if isinstance(found, GroupError) else _describe_end(call, found))
+        return found
 
     def _compare_then(self, compare: Callable[[bytes], None], call: bytes, action: Callable[[], Result]) -> Result:
         self.raise_if_broken()
@@ -219,8 +238,7 @@ class CheckedProcessGroup(LockstepGroup):
 def _is_plain_sum(collective: Collective, call: CollectiveCall) -> bool:
     if collective is not ALL_REDUCE or len(call.outputs) != 1 or split_operation(call.op) != (ReduceOp.SUM, None):
         return False
-    (tensor,) = call.outputs
-    return is_plain(tensor) and not tensor.is_inference()  # which only the backend itself may write
+    return is_plain(call.outputs[0])
 
 
 def _sum_ranks(carrier: HostsCarrier, tensor: Tensor, call: bytes) -> None:

@@ -28,11 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from lockstep.comm.calls import LONGEST_CALL, require_equal_texts
+from lockstep.comm.calls import LONGEST_CALL, pack_text, require_equal_texts
 from lockstep.comm.hosts import GroupHosts
 from lockstep.comm.messages import gather_single, wait_all
 from lockstep.comm.ordered import OrderedReductions
 from lockstep.comm.shm import collectives, programs
+from lockstep.comm.shm.arguments import copy_into
 from lockstep.comm.shm.arithmetic import reduction
 from lockstep.comm.shm.phases import PhaseExchange
 from lockstep.comm.world import World
@@ -81,6 +82,7 @@ def plan_host_sums(hosts: tuple[tuple[int, ...], ...], host: int, layout: Layout
 class HostsCarrier:
     """Carries the sums of one group; its methods are collective over that group, and called one at a time."""
 
+    @torch.inference_mode(False)  # or the pages could not be written outside of it
     def __init__(
         self,
         hosts: GroupHosts,
@@ -99,7 +101,7 @@ class HostsCarrier:
         self._lane = World(rank=self._host, world_size=len(self._hosts), group=lane, is_torchs=False)
         self._one_each: Layout = tuple(((host, host + 1),) for host in range(len(self._hosts)))
         self._reductions: dict[int, OrderedReductions] = {}
-        self._pages = torch.zeros(len(self._hosts), _PAGE_BYTES, dtype=torch.uint8)
+        self._pages = torch.zeros(len(self._hosts), _PAGE_BYTES, dtype=torch.uint8, device="cpu")
 
     # -- Comparing calls -----------------------------------------------------------------------------------------
 
@@ -114,21 +116,23 @@ class HostsCarrier:
 
         If these differ, it raises, and the next phase of the other ranks does.
         """
-        mismatch: CollectiveMismatchError | None = None
         try:
             first()
-        except CollectiveMismatchError as error:
-            mismatch = error
-        if self._place == 0:
-            digest = bytes(_DIGEST_BYTES) if mismatch else hashlib.blake2b(call, digest_size=_DIGEST_BYTES).digest()
-            own = self._pages[self._host]
-            own[:_DIGEST_BYTES] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-            wait_all(gather_single(self._pages.view(-1), own, self._lane))
-            if mismatch is None and not bool((self._pages[:, :_DIGEST_BYTES] == own[:_DIGEST_BYTES]).all()):
-                self._exchange.compare_calls(_OTHER_HOST)
-                mismatch = CollectiveMismatchError(f"Another host does not make {call.decode()}. (LS201)")
-        if mismatch is not None:
-            raise mismatch
+        except CollectiveMismatchError:
+            self._is_same_on_hosts(bytes(_DIGEST_BYTES))
+            raise
+        if not self._is_same_on_hosts(hashlib.blake2b(call, digest_size=_DIGEST_BYTES).digest()):
+            self._exchange.compare_calls(_OTHER_HOST)
+            raise CollectiveMismatchError(f"Another host does not make {call.decode()}. (LS201)")
+
+    def _is_same_on_hosts(self, digest: bytes) -> bool:
+        """Exchange the first page of a call between the first ranks of the hosts; the others do not wait for that."""
+        if self._place != 0:
+            return True
+        own = self._pages[self._host]
+        own[:_DIGEST_BYTES] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        wait_all(gather_single(self._pages.view(-1), own, self._lane))
+        return bool((self._pages[:, :_DIGEST_BYTES] == own[:_DIGEST_BYTES]).all())
 
     @contextmanager
     def _explained(self, call: bytes) -> Iterator[None]:
@@ -142,8 +146,8 @@ class HostsCarrier:
     def _exchange_texts(self, text: bytes) -> list[bytes]:
         """Return the text of every rank, in rank order."""
         exchange, most = self._exchange, max(map(len, self._hosts))
-        texts = torch.zeros(len(self._hosts), most, LONGEST_CALL, dtype=torch.uint8)
-        page = torch.frombuffer(bytearray(text[:LONGEST_CALL].ljust(LONGEST_CALL, b"\0")), dtype=torch.uint8)
+        texts = torch.zeros(len(self._hosts), most, LONGEST_CALL, dtype=torch.uint8, device="cpu")
+        page = pack_text(text)
         rows = [texts[self._host, place].data_ptr() for place in range(exchange.size)]
         exchange.run(programs.gather(exchange.ranks, LONGEST_CALL, takes=True), [page.data_ptr(), *rows], _TEXTS)
         if self._place == 0:
@@ -187,10 +191,16 @@ class HostsCarrier:
 
         self._sum(sum_inside, out, plan.of_hosts, num_shards, call)
 
+    @torch.inference_mode(False)  # or memory that is kept could not be written outside of it
     def _sum(
         self, sum_inside: SumInside, out: Tensor, layout: Sequence[Sequence[Node]], num_shards: int, call: bytes
     ) -> None:
         """Compare a call and make it: sum into `out`, of which `layout` says what each host has added up."""
+        if out.is_inference():
+            total = torch.empty_like(out)
+            self._sum(sum_inside, total, layout, num_shards, call)
+            copy_into(out, total)
+            return
         if not out.numel():
             self.compare_calls(call)
             return

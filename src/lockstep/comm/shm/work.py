@@ -257,6 +257,10 @@ class WorkQueue:
                 self._threads.append(thread)  # not before: starting it may fail, or Ctrl-C may interrupt
         self._wake.release()
 
+    @property
+    def is_idle(self) -> bool:
+        return all(call.is_completed() for call in list(self._queue))
+
     def complete_futures_now(self) -> None:
         """Complete the futures of a call that another call completed, whose thread may stay busy for long."""
         with self._starting:
@@ -372,6 +376,11 @@ class CallRunner:
             return self._work_queue.put(guarded, tensors)
         self._work_queue.run(guarded, tensors)
         return None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every asynchronous call is done."""
+        return self._work_queue.is_idle
 
     def compare(self, call: bytes) -> None:
         """Return when every rank has made this call, which carries nothing."""

@@ -382,7 +382,7 @@ static int end_phase(Exchange *x)
 {
     if (!x->has_arrived) {
         x->arrivals += (uint32_t)x->size;
-        atomic_store_explicit(reached_by(x), x->arrivals, memory_order_relaxed); /* for messages only */
+        atomic_store_explicit(reached_by(x), x->arrivals, memory_order_relaxed); /* for the slow path only */
         if (atomic_fetch_add(&x->counter->value, 1) + 1 == x->arrivals)
             wake(x->counter);
         x->has_arrived = 1;
@@ -511,6 +511,7 @@ EXPORT int lockstep_withdraw(Exchange *x)
         if (atomic_compare_exchange_weak(&x->counter->value, &value, value - 1)) {
             x->has_arrived = 0;
             x->arrivals -= (uint32_t)x->size;
+            atomic_store_explicit(reached_by(x), x->arrivals, memory_order_relaxed);
             return 1;
         }
     return 0;
