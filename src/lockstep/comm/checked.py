@@ -146,7 +146,7 @@ class CheckedProcessGroup(LockstepGroup):
         )
 
     def shutdown(self) -> None:
-        if self._carrier is not None and not self._runner.is_idle:
+        if self._carrier is not None and not self._runner.work_queue.is_idle:
             # A thread of this rank waits in it for ranks of other hosts, and they for that thread.
             error = GroupError(
                 f"Rank {self._global_ranks[self.rank()]} destroyed the process group before it had waited for its "

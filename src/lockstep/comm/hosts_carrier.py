@@ -235,7 +235,9 @@ class HostsCarrier:
         """Sum a part after the other: while one is between the hosts, the next is added inside them."""
         share: Callable[[], object] = _do_nothing
         wait: Callable[[], object] = _do_nothing
-        for piece in _cut(out):
+        length = _PART_BYTES // out.element_size()
+        for start in range(0, out.numel(), length):
+            piece = slice(start, start + length)
             part = out[piece]
             # Of several sums, the next one may need what lies in `out`.
             targets = [part] if len(layout[self._host]) == 1 else [torch.empty_like(part) for _ in layout[self._host]]
@@ -272,11 +274,6 @@ class HostsCarrier:
     def _pieces(self, out: Tensor) -> list[slice]:
         num_lanes = self._num_lanes if out.nbytes > _ONE_LANE_BYTES else 1
         return [slice(*bounds) for bounds in split_evenly(out.numel(), num_lanes)]
-
-
-def _cut(out: Tensor) -> list[slice]:
-    length = _PART_BYTES // out.element_size()
-    return [slice(start, start + length) for start in range(0, out.numel(), length)]
 
 
 def _do_nothing() -> None:

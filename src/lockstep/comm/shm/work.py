@@ -357,7 +357,7 @@ class CallRunner:
     ) -> None:
         self._exchange = exchange
         self._peers = peers
-        self._work_queue = work_queue
+        self.work_queue = work_queue
         self._events = events
 
     def start(
@@ -373,14 +373,9 @@ class CallRunner:
         caller = find_user_line() if is_async else threading.get_ident()
         guarded = partial(self._run, self._events.take_number(), call, action, tensors, caller)
         if is_async:
-            return self._work_queue.put(guarded, tensors)
-        self._work_queue.run(guarded, tensors)
+            return self.work_queue.put(guarded, tensors)
+        self.work_queue.run(guarded, tensors)
         return None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether every asynchronous call is done."""
-        return self._work_queue.is_idle
 
     def compare(self, call: bytes) -> None:
         """Return when every rank has made this call, which carries nothing."""
@@ -392,7 +387,7 @@ class CallRunner:
         self._peers.raise_if_broken()
         event = self._events.begin(number, call, tensors)
         self._exchange.caller = caller
-        self._exchange.may_spin = not self._work_queue.is_in_background
+        self._exchange.may_spin = not self.work_queue.is_in_background
         try:
             action()
         except CollectiveMismatchError:
