@@ -129,6 +129,41 @@ def subgroups_are_checked_too(rank: int) -> Claims:
             yield "message", found_in(error_of(partial(call, group=group)), said), said
 
 
+def tensors_that_do_not_lie_in_a_row_are_right(rank: int) -> Claims:
+    # Gloo added and sent the elements that lie behind the first one.
+    size = dist.get_world_size()
+    base = torch.arange(16.0).view(4, 4)
+    total = base * sum(range(1, size + 1))
+    cuts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "columns": lambda each: each[:, :2],
+        "rows": lambda each: each[::2],
+        "transposed on one rank": lambda each: each if rank else each.t().contiguous().t(),
+    }
+    for name, cut in cuts.items():
+        mine = cut(base * (rank + 1))
+        dist.all_reduce(mine)
+        yield f"all_reduce, {name}", torch.equal(mine, cut(total)), True
+        mine = cut(base * (rank + 1))
+        work: Any = dist.all_reduce(mine, dist.ReduceOp.MAX, async_op=True)
+        work.wait()
+        yield f"asynchronous, {name}", torch.equal(mine, cut(base * size)), True
+        mine = cut(base * (rank + 1))
+        dist.broadcast(mine, 1)
+        yield f"broadcast, {name}", torch.equal(mine, cut(base * 2)), True
+        mine = cut(base * (rank + 1))
+        dist.reduce(mine, 0)
+        yield f"reduce, {name}", rank > 0 or torch.equal(mine, cut(total)), True
+        found = [cut(torch.zeros(4, 4)) for _ in range(size)]
+        dist.all_gather(found, cut(base * (rank + 1)))
+        yield f"all_gather, {name}", all(torch.equal(found[each], cut(base * (each + 1))) for each in range(size)), True
+        mine = cut(torch.zeros(4, 4))
+        dist.reduce_scatter(mine, [cut(base * (rank + 1)) for _ in range(size)])
+        yield f"reduce_scatter, {name}", torch.equal(mine, cut(total)), True
+        mine = cut(torch.zeros(4, 4))
+        dist.scatter(mine, [cut(base * each) for each in range(size)] if rank == 0 else None)
+        yield f"scatter, {name}", torch.equal(mine, cut(base * rank)), True
+
+
 def a_root_that_there_is_not_is_refused(_rank: int) -> Claims:
     message = error_of(lambda: dist.broadcast(torch.ones(2), group_src=7))
     yield "message", found_in(message.lower(), "root"), "root"

@@ -32,7 +32,7 @@ from lockstep.comm.group import LockstepGroup
 from lockstep.comm.hosts import Checking, GroupBackends, known_hosts
 from lockstep.comm.hosts_carrier import HostsCarrier
 from lockstep.comm.open_calls import OPEN_GROUPS
-from lockstep.comm.shm.arguments import flatten, is_plain, read_allocation, write_back
+from lockstep.comm.shm.arguments import as_stored, flatten, is_plain, read_allocation, write_back
 from lockstep.comm.shm.arithmetic import reduction
 from lockstep.comm.shm.comparison import SharedMemoryComparer
 from lockstep.comm.shm.group import ShmProcessGroup
@@ -86,13 +86,14 @@ class CheckedProcessGroup(LockstepGroup):
             sum_ranks = partial(_sum_ranks, self._carrier, call.outputs[0], description)
             return self._carry(description, sum_ranks, call.outputs, is_async=call.is_async)
         number = self._events.take_number()
-        made = collective.methods[0], call.arguments, call.name
+        arguments, finish = _in_rows(call)
+        made = collective.methods[0], arguments, call.name
         if not self._compares:
-            return self._forward(*made)
+            return self._forward(*made, finish=finish)
         description = collective.describe(call, self._global_ranks)
         if self._carrier is not None and collective is ALL_REDUCE:
             description += b" over Gloo"  # a sparse tensor, say, which must not meet a dense one that is carried
-        action = partial(self._forward, *made, self._events.begin(number, description, call.outputs))
+        action = partial(self._forward, *made, self._events.begin(number, description, call.outputs), finish)
         return self._compare_then(self._comparer.begin_call, description, action)
 
     def compare_calls(self, call: bytes) -> None:
@@ -216,7 +217,14 @@ class CheckedProcessGroup(LockstepGroup):
             self._torch.is_ended = True
             raise
 
-    def _forward(self, method: str, arguments: Sequence[Any], name: str, event: int | None = None) -> Work:
+    def _forward(
+        self,
+        method: str,
+        arguments: Sequence[Any],
+        name: str,
+        event: int | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> Work:
         return self._torch.call(
             self._inner(),
             method,
@@ -224,6 +232,7 @@ class CheckedProcessGroup(LockstepGroup):
             name=name,
             is_on_device=self._torch.has_device,
             on_end=None if event is None else partial(self._events.end, event),
+            finish=finish,
         )
 
     def _send(self, method: str, *arguments: Any) -> Work:
@@ -239,6 +248,30 @@ def _is_plain_sum(collective: Collective, call: CollectiveCall) -> bool:
     if collective is not ALL_REDUCE or len(call.outputs) != 1 or split_operation(call.op) != (ReduceOp.SUM, None):
         return False
     return is_plain(call.outputs[0])
+
+
+def _in_rows(call: CollectiveCall) -> tuple[Sequence[Any], Callable[[], None] | None]:
+    """Return the arguments with copies of CPU tensors that do not lie in a row, and what writes those back, if any.
+
+    Gloo reads and writes as many elements as a tensor has from where it begins, whatever its strides, without a word.
+    """
+    copies = {
+        id(each): each.data.resolve_conj().resolve_neg().contiguous()
+        for each in (*call.outputs, *call.inputs)
+        if is_plain(each) and as_stored(each) is not each
+    }
+    if not copies:
+        return call.arguments, None
+
+    def replaced(value: Any) -> Any:
+        return [replaced(each) for each in value] if isinstance(value, list | tuple) else copies.get(id(value), value)
+
+    def write_all() -> None:
+        for output in call.outputs:
+            if id(output) in copies:
+                write_back(output, copies[id(output)])
+
+    return replaced(call.arguments), write_all
 
 
 def _sum_ranks(carrier: HostsCarrier, tensor: Tensor, call: bytes) -> None:

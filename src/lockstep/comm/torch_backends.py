@@ -133,15 +133,19 @@ class TorchBackends:
         name: str,
         is_on_device: bool,
         on_end: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None = None,
     ) -> Work:
-        """Make a call, of that `name` in messages; `on_end` is called after a wait for it, unless it is a message."""
+        """Make a call, of that `name` in messages.
+
+        `on_end` is called after a wait for it, unless it is a message; `finish` when one has succeeded.
+        """
         explain = self._peers.explain_error
         with Explained(explain):
             work: Work = getattr(backend, method)(*arguments)
         if is_on_device:
             line = find_user_line()
             self.watch.add(work, f"{name}{f' at {line}' if line else ''}")
-            return ExplainedWork(work, explain, after_wait=on_end, is_on_cpu=False)
+            return ExplainedWork(work, explain, after_wait=on_end, is_on_cpu=False, finish=finish)
         if method in {"send", "recv", "recv_anysource"}:
             wait = self._waits.wait if OPEN_GROUPS.are_replaced else None
             return ExplainedWork(work, explain, wait_for_message=wait)
@@ -152,7 +156,7 @@ class TorchBackends:
             if on_end is not None:
                 on_end()
 
-        return ExplainedWork(work, explain, self._check_or_abort, end)
+        return ExplainedWork(work, explain, self._check_or_abort, end, finish=finish)
 
     def _check_or_abort(self) -> None:
         try:
@@ -242,8 +246,10 @@ class ExplainedWork(Work):
         wait_for_message: Callable[[Work], bool] | None = None,
         *,
         is_on_cpu: bool = True,
+        finish: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
+        self._finish = finish
         self._is_on_cpu = is_on_cpu
         self._wait_for_message = wait_for_message
         self._after_wait = after_wait
@@ -253,7 +259,9 @@ class ExplainedWork(Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         try:
-            return self._wait(timeout)
+            done = self._wait(timeout)
+            self._finish_once()
+            return done
         finally:
             if self._after_wait is not None:
                 self._after_wait()
@@ -314,4 +322,11 @@ class ExplainedWork(Work):
 
     def _deliver(self, future: Any) -> Any:
         with Explained(self._explain):
-            return future.value()
+            found = future.value()
+        self._finish_once()
+        return found
+
+    def _finish_once(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
