@@ -105,8 +105,9 @@ class ShardedBatch:
     """The workers for which it was cut."""
     recut: "Callable[[ShardedBatch], ShardedBatch]" = field(repr=False)
     """Cuts it for the present workers; see `for_present_workers`."""
-    load_again: "Callable[[Sequence[int]], Any] | None" = field(repr=False, default=None)
-    """Loads and collates samples of the global batch by their places in it (local); None of a stream: it is read."""
+    load_again: "Callable[[Sequence[int], int], Any] | None" = field(repr=False, default=None)
+    """Loads and collates samples of the global batch by their places in it, with the random states that they have so
+    many epochs later (local); None of a stream: it is read."""
 
     @property
     def identity(self) -> int:

@@ -331,14 +331,15 @@ class ShardedLoader:
             number=_number_of(samples, cut, assignment.world),
         )
 
-    def _loading_again(self, cut: Sequence[SliceKeys]) -> Callable[[Sequence[int]], Any] | None:
+    def _loading_again(self, cut: Sequence[SliceKeys]) -> Callable[[Sequence[int], int], Any] | None:
         first = cut[0]
         if not isinstance(first, DrawKeys):
             return None  # a record may be written to by what makes a sample of it
 
-        def load(places: Sequence[int]) -> Any:
+        def load(places: Sequence[int], epochs_later: int) -> Any:
             draws = [draw for keys in cut if isinstance(keys, DrawKeys) for draw in keys.draws]
-            return _check_slice(self._loading.load(replace(first, draws=[draws[place] for place in places])))
+            keys = replace(first, draws=[draws[place] for place in places], epoch=first.epoch + epochs_later)
+            return _check_slice(self._loading.load(keys))
 
         return load
 

@@ -120,14 +120,17 @@ class FirstSteps(StepPart):
                 parameter.grad = gradient
 
     def _compute(
-        self, batch: ShardedBatch, update: UpdateSpec, load_again: Callable[[Sequence[int]], Any]
+        self, batch: ShardedBatch, update: UpdateSpec, load_again: Callable[[Sequence[int], int], Any]
     ) -> SeenShards:
-        def load(shard: int) -> Slice:
+        def load(shard: int, epochs_later: int = 0) -> Slice:
             first, length = sum(batch.lengths[:shard]), batch.lengths[shard]
-            return Slice(shard=shard, num_samples=length, data=load_again(range(first, first + length)))
+            data = load_again(range(first, first + length), epochs_later)
+            return Slice(shard=shard, num_samples=length, data=data)
 
         own, optimizer = batch.slices[0], self._runs.state.optimizer
         shard, other = own.shard, self._other_shard(batch)
+        if other not in {part.shard for part in batch.slices}:
+            load(other, 1)  # a data set that keeps what it has drawn gives that again, and other workers another value
         parts = {each: load(each) for each in (other, shard)}
         trained = {shard: slice_number(own.data)}
         loaded = {each: slice_number(part.data) for each, part in parts.items()}

@@ -148,7 +148,7 @@ def find_no_mean(
         return problem
 
     def load(places: Sequence[int]) -> SampleData:
-        return SampleData(load_again(places), len(places))
+        return SampleData(load_again(places, 0), len(places))
 
     if problem:  # or was it cut along another dimension, or a count of all its samples came with the parts?
         with suppress(Exception):

@@ -84,6 +84,30 @@ class Remembering(Dataset[Any]):
         return sample.clone(), sample.sum().view(1)
 
 
+class Keeping(Dataset[Any]):
+    """Augments each sample once, and keeps that; or draws anew each time."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        self._keeps = keeps
+        self._kept: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        noise = self._kept.get(index, torch.randn(3))
+        if self._keeps:
+            self._kept[index] = noise
+        return noise, noise.sum().view(1)
+
+
+def test_a_data_set_that_keeps_what_it_has_drawn_is_told() -> None:
+    # The first epoch had equal bits, and the second one others.
+    run(2, partial(train, make_data=partial(Keeping, keeps=False)))
+    with pytest.warns(UserWarning, match="when they are loaded again by rank 1: it remembers something"):
+        run(2, partial(train, make_data=partial(Keeping, keeps=True)))
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_loss_that_depends_on_the_rank_is_told(workers: int) -> None:
     with pytest.warns(
