@@ -38,6 +38,10 @@ from lockstep.reduce.tensor_bits import sum_of_bits
 
 _PURPOSE: Final = "verifying the first steps"
 _DEPENDS: Final = "The result depends on who runs which shard"
+_REMEDY: Final = (
+    "Keep state in buffers, take numbers of steps from place (loss(model, batch, place)), and draw random numbers from "
+    "the global generators."
+)
 
 
 @final
@@ -92,9 +96,8 @@ class FirstSteps(StepPart):
         self._limit = 0
         if self._runs.world.rank == 0:
             warnings.warn(
-                f"{_DEPENDS}, at {step.place}: {problem}. Keep state in buffers, take "
-                "numbers of steps from place (loss(model, batch, place)), and draw random numbers from the global "
-                "generators. verify_steps=0, in a config first_steps_verified: 0, does not look. (LS518)",
+                f"{_DEPENDS}, at {step.place}: {problem}. {_REMEDY} verify_steps=0, in a config "
+                "first_steps_verified: 0, does not look. (LS518)",
                 stacklevel=stacklevel_of_user(),
             )
 
@@ -204,9 +207,8 @@ def _check_step(runs: ShardRuns, mine: ShardedBatch, whole: ShardedBatch) -> Non
     problem = problem or _find_problem(found, _names(runs, updates))
     if problem:
         raise LossError(
-            f"{_DEPENDS}, at {name_step(mine.cursor)}: {problem}. Keep state in buffers, take numbers of steps from "
-            "place (loss(model, batch, place)), and draw random numbers from the global generators. Everything that a "
-            "trainer saves was put back. (LS518)"
+            f"{_DEPENDS}, at {name_step(mine.cursor)}: {problem}. {_REMEDY} Everything that a trainer saves was put "
+            "back. (LS518)"
         )
 
 
