@@ -39,6 +39,7 @@ _IS_CPU = attrgetter("is_cpu")
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _WORD_BYTES = 4
 _BLOCK_WORDS = 1 << 15
+_BLOCK_BYTES = _BLOCK_WORDS * _WORD_BYTES
 _FEWEST_WEIGHTS = 1 << 10
 _ROWS_ON_DEVICE = 128
 """So many blocks are one operation on a device."""
@@ -61,6 +62,20 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor:
     """Return a number for tensors in their order, without waiting for a device (local). [Note: one hash]."""
     number = _number(list(tensors), ())
     return torch.tensor(number, device="cpu") if isinstance(number, int) else number
+
+
+def numbers_of_bits(tensors: Sequence[Tensor]) -> list[int]:
+    """Return `sum_of_bits` of each tensor by itself; waits for a device (local)."""
+    library, rows = _library(), [(each.data_ptr(), each.nbytes) for each in tensors if _is_row(each)]
+    if library is None or len(rows) < len(tensors):
+        return [int(sum_of_bits([each])) for each in tensors]
+    nums_blocks = np.array([-(-num_bytes // _BLOCK_BYTES) for _, num_bytes in rows], np.int64)
+    starts = nums_blocks.cumsum() - nums_blocks
+    sums = _sum_rows(library, rows, int(nums_blocks.sum()))
+    mixed = (sums ^ sums >> 32) * _weights_of_blocks(_BLOCK_WORDS)[np.arange(len(sums)) - starts.repeat(nums_blocks)]
+    totals = np.add.reduceat(np.append(mixed, 0), starts) * (nums_blocks > 0)
+    layouts = (_number_layout(((each.dtype, each.shape),), ()) for each in tensors)
+    return [_upper_bits(total + layout) for total, layout in zip(totals.tolist(), layouts, strict=True)]
 
 
 def glance_at_bits(*tensors: Tensor) -> int:
@@ -95,7 +110,7 @@ def _number_on_device(tensors: Sequence[Tensor], small: Sequence[Tensor], layout
     if small:
         joined = flatten_dense([_as_bytes(each).to(home) for each in small])
         flats.insert(0, _as_words(nn.functional.pad(joined, (0, -len(joined) % _WORD_BYTES))))
-    sums_of_blocks = [each.to(home) for flat in flats for each in _sum_blocks(flat)]
+    sums_of_blocks = [each.to(home) for flat in flats for each in _sum_blocks_with_torch(flat)]
     if not sums_of_blocks:  # all tensors are empty
         return _upper_bits(layout)
     blocks = torch.stack(sums_of_blocks)
@@ -158,7 +173,32 @@ def _sum_bytes(read: bytes) -> list[int]:
     return [int(words[start : start + _BLOCK_WORDS].dot(weights[: len(words) - start])) for start in starts]
 
 
-def _sum_blocks(words: Tensor) -> list[Tensor]:
+def _is_row(tensor: Tensor) -> bool:
+    """Whether the library can read a tensor where it is, as `_number` would."""
+    is_plain = tensor.is_cpu and not tensor.is_sparse and tensor.is_contiguous()
+    is_alike = is_plain and not (tensor.is_neg() or tensor.is_conj())
+    has_words = is_alike and (tensor.numel() < _SMALL_ELEMENTS or tensor.nbytes % _WORD_BYTES == 0)
+    return has_words and tensor.nbytes <= _BLOCK_WORDS * _BLOCK_BYTES
+
+
+def _sum_rows(
+    library: ctypes.CDLL, rows: Iterable[tuple[int, int]], num_blocks: int
+) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """Return the sums of the blocks of rows, each an address and a number of bytes."""
+    numbers, sums = array("q", chain.from_iterable(rows)), np.empty(num_blocks, np.int64)
+    weights = _weights_of_cpu(_BLOCK_WORDS).data_ptr()
+    library.lockstep_sum_blocks(numbers.buffer_info()[0], len(numbers) // 2, weights, sums.ctypes.data)
+    return sums
+
+
+def _sum_blocks(words: Tensor) -> Iterable[Tensor | int]:
+    library, num_blocks = _library(), -(-words.numel() // _BLOCK_WORDS)
+    if library is not None and words.is_cpu and words.dtype == torch.int32:
+        return list(map(int, _sum_rows(library, [(words.data_ptr(), words.nbytes)], num_blocks)))
+    return _sum_blocks_with_torch(words)
+
+
+def _sum_blocks_with_torch(words: Tensor) -> list[Tensor]:
     weights = _weights(_BLOCK_WORDS, words.device)
     num_full = words.numel() // _BLOCK_WORDS * _BLOCK_WORDS
     sums: list[Tensor] = []

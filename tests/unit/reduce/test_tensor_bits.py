@@ -8,7 +8,14 @@ import torch
 from tests.support.asynchronous_device import asynchronous_device
 from torch import Tensor
 
-from lockstep.reduce.tensor_bits import glance_at_bits, is_finite, multiply, sum_for_finite_check, sum_of_bits
+from lockstep.reduce.tensor_bits import (
+    glance_at_bits,
+    is_finite,
+    multiply,
+    numbers_of_bits,
+    sum_for_finite_check,
+    sum_of_bits,
+)
 
 ALL_DTYPES = [
     *(torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64),
@@ -220,3 +227,15 @@ def test_one_bad_number_makes_the_sum_not_finite(bad: float, dtype: torch.dtype,
 def test_infinities_of_both_signs_are_seen() -> None:
     assert not math.isfinite(sum_for_finite_check([torch.tensor([math.inf, 1.0]), torch.tensor([-math.inf])], CPU))
     assert sum_for_finite_check([], CPU) == 0
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+def test_numbers_of_many_tensors_are_those_of_each(has_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (0, 1, 3, (1 << 14) - 1, 1 << 15, (1 << 15) + 1, 90_112, (1 << 14) + 2)
+    many = [torch.randn(size).to(dtype) for size in sizes for dtype in ALL_DTYPES]
+    many += [many[-1].view(2, -1).T, torch.randn(200, 400).T, torch.randn(3, 3).conj(), torch.eye(3).to_sparse()]
+    expected = [int(sum_of_bits([each])) for each in many]
+    if not has_library:
+        monkeypatch.setattr("lockstep.reduce.tensor_bits._library", lambda: None)
+    assert numbers_of_bits(many) == [int(sum_of_bits([each])) for each in many] == expected
+    assert numbers_of_bits([]) == []

@@ -25,6 +25,7 @@ _SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
     "lockstep_fence": (None, ()),
     "lockstep_adds": (ctypes.c_int, (_NUMBER,)),
     "lockstep_multiply": (ctypes.c_int, (_ADDRESS, _NUMBER, ctypes.c_double, _NUMBER)),
+    "lockstep_sum_blocks": (None, (_ADDRESS, _NUMBER, _ADDRESS, _ADDRESS)),
     "lockstep_run": (ctypes.c_int, (_ADDRESS,)),
     "lockstep_withdraw": (ctypes.c_int, (_ADDRESS,)),
 }

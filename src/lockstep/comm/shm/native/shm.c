@@ -275,6 +275,48 @@ EXPORT int lockstep_multiply(const int64_t *rows, int64_t num_rows, double facto
     return is_finite;
 }
 
+/* -- Sums of bits ------------------------------------------------------------------------------------------------------ */
+
+enum { BLOCK_WORDS = 1 << 15 }; /* as in reduce/tensor_bits.py, which says what they are for */
+typedef int32_t __attribute__((aligned(1), may_alias)) Word;
+
+#define SUMMATION(target, name)                                                                                        \
+    target static uint64_t name(const Word *words, const int64_t *weights, int64_t count)                              \
+    {                                                                                                                  \
+        uint64_t sum = 0;                                                                                              \
+        for (int64_t at = 0; at < count; at++)                                                                         \
+            sum += (uint64_t)(int64_t)words[at] * (uint64_t)weights[at];                                               \
+        return sum;                                                                                                    \
+    }
+SUMMATION(, sum_words_plain)
+#if defined(__x86_64__)
+SUMMATION(AVX2, sum_words_avx2)
+#else
+#define sum_words_avx2 sum_words_plain
+#endif
+
+/* Of each row, which is an address and a number of bytes, the sums of its blocks, one after another. */
+EXPORT void lockstep_sum_blocks(const int64_t *rows, int64_t num_rows, const int64_t *weights, uint64_t *sums)
+{
+    int is_fast = additions() != PLAIN;
+    for (const int64_t *row = rows; row < rows + 2 * num_rows; row += 2) {
+        const Word *words = (const Word *)(intptr_t)row[0];
+        int64_t rest = row[1] % 4;
+        for (int64_t left = row[1] / 4; left > 0 || rest > 0; left -= BLOCK_WORDS, words += BLOCK_WORDS) {
+            int64_t count = left < BLOCK_WORDS ? left : BLOCK_WORDS;
+            uint64_t sum = (is_fast ? sum_words_avx2 : sum_words_plain)(words, weights, count);
+            if (rest > 0 && count < BLOCK_WORDS) { /* the last bytes are filled up to a word with zeros */
+                uint32_t word = 0;
+                for (int64_t byte = 0; byte < rest; byte++)
+                    word |= (uint32_t)((const uint8_t *)(words + count))[byte] << 8 * byte;
+                sum += (uint64_t)(int64_t)(int32_t)word * (uint64_t)weights[count];
+                rest = 0;
+            }
+            *sums++ = sum;
+        }
+    }
+}
+
 /* Whether tensors of a kind are added here. */
 EXPORT int lockstep_adds(int64_t kind) { return kind >= 0 && kind < NUM_KINDS && additions()[kind] != NULL; }
 
