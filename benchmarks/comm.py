@@ -1,7 +1,7 @@
 """Time of an all-reduce (float32 sums, CPU memory) under Gloo, Lockstep's own transport and OpenMPI.
 
     make bench-comm       or: python benchmarks/comm.py [--quick] [--markdown] [--sizes 4B,1MB] [--worlds 2,4]
-                                                        [--columns gloo,shm,openmpi] [--repetitions 15]
+                                                        [--columns gloo,shm,openmpi] [--repetitions 15] [--busy 8]
 
 All columns of a size are measured in one run. Each repetition times a short batch of calls of every column, so that
 noise affects all columns equally. OpenMPI needs processes of its own; torch's columns share processes:
@@ -339,6 +339,19 @@ def show(console: Console, rows: Sequence[Row], columns: Sequence[str], markdown
     )
 
 
+@contextlib.contextmanager
+def busy_processes(number: int) -> Iterator[None]:
+    """Let other processes compute meanwhile, each in a session of its own, as those of other users."""
+    command = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(command, start_new_session=True) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
 def load_average() -> str:
     return " ".join(f"{value:.2f}" for value in os.getloadavg())
 
@@ -349,6 +362,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--worlds", default="2,4", help="numbers of ranks")
     parser.add_argument("--columns", default=",".join(COLUMNS), help=f"which of {', '.join(COLUMNS)}")
     parser.add_argument("--repetitions", type=int, help="batches of each column at each size; default 15")
+    parser.add_argument("--busy", type=int, default=0, help="how many other processes compute meanwhile")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_SIZES} and 5 repetitions, unless they are given")
     parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
     options = parser.parse_args()
@@ -380,6 +394,7 @@ def main() -> None:
     rows, versions = [], [f"torch {torch.__version__}"]
     for world in options.worlds:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(busy_processes(options.busy))
             pools: dict[str, WorkerPool] = {}
             if torchs := [column for column in columns if column != "openmpi"]:
                 pools |= dict.fromkeys(torchs, stack.enter_context(torch_pool(world, torchs)))
@@ -391,7 +406,7 @@ def main() -> None:
                 rows.append(measure(pools, world, num_bytes, options.repetitions))
     console.print(
         f"{', '.join(versions)}, Python {platform.python_version()}; {os.cpu_count()} cores, {describe_cpu()}; "
-        f"load average before {load_before}, after {load_average()}"
+        f"{options.busy} other processes compute; load average before {load_before}, after {load_average()}"
     )
     console.print(
         f"All-reduce of float32 sums; KB = 1000 bytes; one thread per rank; medians over up to {options.repetitions} "
