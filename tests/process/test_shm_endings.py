@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,66 +189,53 @@ def meet_with_a_victim(rank: Rank, victim: int, module: Any, function: str, limi
     return caught.value, len(names_in("/proc/self/fd")) - num_open
 
 
-@pytest.mark.parametrize(
-    ("victim", "module", "function"),
-    [
-        (0, rendezvous.__name__, "_receive_all"),
-        (0, rendezvous.__name__, "_watch"),
-        (0, rendezvous.__name__, "_expect"),
-        (1, rendezvous.__name__, "_receive_file"),
-        (1, rendezvous.__name__, "_watch"),
-    ],
-)
-def test_a_rank_that_is_killed_while_the_group_is_made_is_named_to_all(
-    victim: int, module: str, function: str, tmp_path: Path
-) -> None:
-    with Ranks(tmp_path, 3, meet_with_a_victim, victim, module, function, 3 * PATIENCE) as ranks:
-        ranks.hear(victim)
-        ranks.send_signal(victim, signal.SIGKILL)
-        for number in {0, 1, 2} - {victim}:
+def test_if_rank_0_is_killed_before_it_has_sent_the_file_all_raise(tmp_path: Path) -> None:
+    with Ranks(tmp_path, 3, meet_with_a_victim, 0, rendezvous.__name__, "_accept_ranks", 3 * PATIENCE) as ranks:
+        ranks.hear(0)
+        ranks.send_signal(0, signal.SIGKILL)
+        for number in (1, 2):
             error, num_left_open = ranks.result(number)  # long before the limit
             assert isinstance(error, PeerLostError)
-            assert error.rank == victim
+            assert error.rank == 0
             assert "while the group was being made" in str(error)
             assert num_left_open == 0
 
 
-def meet_where_one_sees_another_lost(rank: Rank) -> GroupError:
-    """Make a group: rank 2 is connected first, sees rank 1 lost and leaves, before rank 0 looks at rank 1."""
+def call_after_meeting_a_victim(rank: Rank, victim: int, function: str, late: int) -> PeerLostError:
+    """Make a group, of which a rank is killed when it comes to a function, before a late one comes; call it."""
     module: Any = rendezvous
-    join, receive = module._join, module._receive_file
+    join = module._join
+
+    def stop() -> None:
+        rank.say()
+        threading.Event().wait()
 
     def join_later(*arguments: Any) -> Any:
         rank.hear()
         return join(*arguments)
 
-    def receive_after_word(connection: Any) -> Any:
-        rank.say()
-        return receive(connection)
-
-    def see_loss(*_: Any) -> Any:
-        raise PeerLostError("Rank 1 was lost while the group was being made.", rank=1)
-
-    if rank.number == 1:
-        module._join, module._receive_file = join_later, lambda _: threading.Event().wait()
-    if rank.number == 2:
-        module._receive_file, module._watch = receive_after_word, see_loss
-    with pytest.raises(GroupError) as caught:
-        rendezvous.connect_ranks(
-            rank.store(), rank.number, FileLayout(rank.size), Deadline.after(timedelta(seconds=PATIENCE))
-        )
+    if rank.number == victim:
+        setattr(module, function, SimpleNamespace(poll=stop) if function == "select" else lambda *_: stop())
+    if rank.number == late:
+        module._join = join_later
+    rank.join()
+    with pytest.raises(PeerLostError) as caught:
+        dist.barrier()
     return caught.value
 
 
-def test_who_leaves_because_another_was_lost_is_not_taken_for_the_lost_one(tmp_path: Path) -> None:
-    # Under load rank 0 once named rank 2, which had only heard earlier that rank 1 was killed.
-    with Ranks(tmp_path, 3, meet_where_one_sees_another_lost) as ranks:
-        ranks.hear(2)
-        ranks.say(1)
-        for number in (2, 0):
-            error = ranks.result(number)
-            assert isinstance(error, PeerLostError)
-            assert error.rank == 1
+@pytest.mark.parametrize(
+    ("victim", "function", "late"), [(1, "select", 2), (1, "_receive_file", -1), (0, "_watch", -1)]
+)
+def test_who_is_killed_after_it_has_connected_is_lost_in_the_first_call(
+    victim: int, function: str, late: int, tmp_path: Path
+) -> None:
+    with Ranks(tmp_path, 3, call_after_meeting_a_victim, victim, function, late) as ranks:
+        ranks.hear(victim)
+        ranks.send_signal(victim, signal.SIGKILL)
+        if late >= 0:
+            ranks.say(late)
+        assert [ranks.result(number).rank for number in {0, 1, 2} - {victim}] == [victim, victim]
 
 
 def test_a_rank_that_never_comes_to_make_the_group_is_named_to_all(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import resource
 import signal
@@ -12,7 +13,7 @@ import stat
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from tests.process.ranks import CPU, PATIENCE, Rank, Ranks, names_in
 
-from lockstep.comm.hosts import host_identity
+from lockstep.comm.hosts import GroupHosts, GroupMembers, host_identity
 from lockstep.comm.shm import file_layout, rendezvous
 from lockstep.comm.shm.memory import Memory, create_file
 from lockstep.comm.stored_values import Deadline
@@ -247,7 +248,9 @@ def wait_for_rank_1(rank: Rank) -> None:
         return listener
 
     rendezvous._listen = listen_and_say
-    rank.join()
+    hosts = GroupHosts(identities=("a", "a"), host_names=("a", "a"))
+    deadline = Deadline.after(timedelta(seconds=PATIENCE))
+    rendezvous.connect_ranks(rank.store(), 0, file_layout.FileLayout(2), deadline, hosts=hosts)
 
 
 def kill_all(rank: Rank) -> str | list[Traces]:
@@ -375,11 +378,11 @@ def admit_slowly(me: Rank) -> float:
         return listener
 
     def join_when_told(
-        store: dist.Store, address: str, rank: int, deadline: Deadline, global_ranks: Sequence[int]
+        store: dist.Store, rank: int, members: GroupMembers, deadline: Deadline
     ) -> rendezvous.GroupHandles:
         me.say()
         me.hear()
-        return join(store, address, rank, deadline, global_ranks)
+        return join(store, rank, members, deadline)
 
     rendezvous._listen, rendezvous._join = listen_and_say, join_when_told
     group = me.join()
@@ -461,5 +464,7 @@ def pose_as_rank_0(rank: Rank) -> None:
 def test_a_rank_does_not_join_another_user(tmp_path: Path) -> None:
     with Ranks(tmp_path, 1, pose_as_rank_0) as impostor:
         address = impostor.hear(0)
+        store, deadline = dist.HashStore(), Deadline.after(timedelta(seconds=PATIENCE))
+        store.set("address", json.dumps([address]))
         with pytest.raises(GroupError, match="belongs to another user"):
-            rendezvous._join(dist.HashStore(), address, 1, Deadline.after(timedelta(seconds=PATIENCE)), range(2))
+            rendezvous._join(store, 1, GroupMembers(global_ranks=range(2)), deadline)

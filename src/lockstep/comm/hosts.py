@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, cast, final
 
 from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup, Store
 
@@ -210,29 +210,51 @@ def store_loss_explained() -> Iterator[None]:
         ) from error
 
 
-def wait_for_members(store: Store, keys: Sequence[str], members: GroupMembers, deadline: Deadline) -> None:
-    """Wait until every rank has set its key; after a while log which have not."""
-    started = time.monotonic()
-    pause = _FIRST_PAUSE_SECONDS
-    has_warned = False
-    of_launch = launch_store(store) is not None
-    # A launcher answers a wait at once. Else not `store.wait` with a short timeout: torch prints a warning at its end.
-    while not (_wait(store, keys) if of_launch else store.check(list(keys))):
-        is_over = deadline.is_over
-        lost = members.find_lost()
+@final
+class MembersWait:
+    """A wait for other ranks, while a group is made: who is lost ends it, and who does not come is named."""
+
+    def __init__(self, members: GroupMembers, deadline: Deadline) -> None:
+        self._members = members
+        self._deadline = deadline
+        self._started = time.monotonic()
+        self._has_warned = False
+
+    def look(self, find_missing: Callable[[], Sequence[int]]) -> None:
+        """Raise if this wait will not end; after a while log which ranks are missing."""
+        is_over = self._deadline.is_over
+        lost = self._members.find_lost()
         if lost is not None:
             raise lost
-        if is_over or (time.monotonic() - started > _WARNING_SECONDS and not has_warned):
-            has_warned = True
-            missing = [name for name, key in zip(members.global_ranks, keys, strict=True) if not store.check([key])]
+        if is_over or (time.monotonic() - self._started > _WARNING_SECONDS and not self._has_warned):
+            self._has_warned = True
+            missing, everyone = find_missing(), self._members.global_ranks
             if missing and is_over:
-                raise GroupError(explain_missing(missing, len(keys), deadline.limit))
+                raise GroupError(
+                    f"{_name_ranks(missing).capitalize()} of {len(everyone)} did not connect to make the group within "
+                    f"{self._deadline.limit.total_seconds():g} s. Every rank of the group must make it; look at the "
+                    "logs of those. (LS109)"
+                )
             if missing:
                 _LOGGER.warning(
                     "Waiting for %s to make a group of ranks %s. Every rank of the group must make it. (LS109)",
                     _name_ranks(missing),
-                    ", ".join(map(str, members.global_ranks)),
+                    ", ".join(map(str, everyone)),
                 )
+
+
+def wait_for_members(store: Store, keys: Sequence[str], members: GroupMembers, deadline: Deadline) -> None:
+    """Wait until every rank has set its key; with fewer keys, the first ranks."""
+    pause = _FIRST_PAUSE_SECONDS
+    wait = MembersWait(members, deadline)
+    of_launch = launch_store(store) is not None
+
+    def find_missing() -> list[int]:
+        return [name for name, key in zip(members.global_ranks, keys, strict=False) if not store.check([key])]
+
+    # A launcher answers a wait at once. Else not `store.wait` with a short timeout: torch prints a warning at its end.
+    while not (_wait(store, keys) if of_launch else store.check(list(keys))):
+        wait.look(find_missing)
         if of_launch:
             continue
         time.sleep(pause)
@@ -252,14 +274,6 @@ def _wait(store: Store, keys: Sequence[str]) -> bool:
     except DistStoreError:
         return False
     return True
-
-
-def explain_missing(missing: Sequence[int], size: int, limit: timedelta) -> str:
-    return (
-        f"{_name_ranks(missing).capitalize()} of {size} did not connect to make the "
-        f"group within {limit.total_seconds():g} s. Every rank of the group must make it; "
-        "look at the logs of those. (LS109)"
-    )
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

@@ -79,14 +79,13 @@ class WatchedRanks(Protocol):
 class DeviceWatch:
     """The thread that watches the ranks of one group; it starts with the first call on a device.
 
-    Neither `ranks` nor `abort`, which ends the calls that the device is in, keeps the process group alive. A call that
-    does not end in `stall_seconds` is logged; 0 for never.
+    Neither `ranks` nor `abort`, which ends the calls that the device is in, keeps the process group alive.
     """
 
-    def __init__(self, ranks: WatchedRanks, abort: Callable[[], None], stall_seconds: float) -> None:
+    def __init__(self, ranks: WatchedRanks, abort: Callable[[], None]) -> None:
         self._ranks = ranks
         self._abort = abort
-        self._stall_seconds = stall_seconds
+        self._stall_seconds = 0.0
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -98,6 +97,7 @@ class DeviceWatch:
         if self._thread is None:
             with self._lock:
                 if self._thread is None and not self._closed.is_set():
+                    self._stall_seconds = read_settings().stall_seconds()
                     self._thread = threading.Thread(
                         target=_watch, args=(weakref.ref(self), self._closed), name="lockstep-devices", daemon=True
                     )

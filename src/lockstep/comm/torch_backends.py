@@ -25,7 +25,6 @@ from lockstep.comm.stored_values import Deadline
 from lockstep.errors import GroupError
 from lockstep.processes.ending import start_thread_left_alone
 from lockstep.processes.user_line import find_user_line
-from lockstep.settings import read_settings
 from lockstep.torch_private.compiler import keep_compiler_out_of_methods
 from lockstep.torch_private.groups import gloo_options, make_backend, register_backend, set_default_backend
 
@@ -50,7 +49,7 @@ class TorchBackends:
         """A group of torch's own of all of them, once `connect` has made them."""
         self.check: Callable[[], None] = peers.raise_if_broken
         """Raises if a call that a rank waits for will not end."""
-        self.watch = DeviceWatch(peers, self.abort, read_settings().stall_seconds())
+        self.watch = DeviceWatch(peers, self.abort)
         self._store = store
         self._rank = rank
         self._size = len(peers.global_ranks)

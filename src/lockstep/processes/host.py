@@ -82,10 +82,10 @@ def boot_id() -> str:
 def start_ticks(pid: int) -> int:
     """Return when a process started, in clock ticks since the boot; 0 if there is no such process (local)."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return 0
-    return int(text.rpartition(")")[2].split()[19])  # the name, in parentheses, may contain spaces
+    return int(text.rpartition(b")")[2].split()[19])  # the name, in parentheses, may contain spaces
 
 
 def open_process(pid: int, started: int = 0) -> int:

@@ -1,39 +1,39 @@
 """Sharing memory between the ranks of a group: rank 0 makes the file and sends it to each peer over a Unix socket.
 
-    rank 0                                  store              every other rank r
+    rank 0                                     store         every other rank r
     1 listens on an abstract socket
-    2 publishes its host and address   ->   host/0
-                                            host/r       <-    3 publishes its host
-    4 all ranks read all hosts: one host, or the group is not made
-                                                               5 connects, checks the user of the socket, sends its rank
-    6 checks the user of the process, stores its pid
-    7 sends the file and the pids to all                       8 maps the file, opens the pids, sends "ready"
-    9 sends "go" when all are ready                           10 closes the socket
-    X stores why it failed             ->   failed       <-    X reads why rank 0 has exited
-    Y reads why rank r has exited      ->   left/r       <-    Y stores that it found another rank lost
+    2 publishes its address                ->  address  ->   3 connects, checks the user of the socket, sends its rank
+    4 checks the user of each process
+    5 when all are there: sends the file, and
+      who they are, to all                                   6 maps the file, opens the processes
+    X stores why it failed                 ->  failed   ->   X reads why rank 0 has closed the connection
+
+So each rank waits once. Whoever is lost after step 3 is lost in the group's first call, as if that came a moment later.
 
 The socket's name exists only in the kernel, and both ends ask the kernel for the user of the other one: processes of
-other users cannot connect, and are not connected to.
+other users cannot connect, and are not connected to. A process is identified by its number and when it started.
 """
 
 import array
 import json
 import os
 import secrets
+import select
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.distributed import Store
 
 from lockstep.comm.hosts import (
     GroupHosts,
     GroupMembers,
-    explain_missing,
+    MembersWait,
     find_hosts,
     store_loss_explained,
     wait_for_members,
@@ -42,20 +42,19 @@ from lockstep.comm.shm import memory
 from lockstep.comm.shm.file_layout import FileLayout
 from lockstep.comm.stored_values import Deadline, read_record, read_texts, to_stored
 from lockstep.errors import GroupError, PeerLostError
-from lockstep.processes.host import open_process, peer_credentials
+from lockstep.processes.host import open_process, peer_credentials, start_ticks
 
-_READY = b"r"
-_GO = b"g"
 _ADDRESS = "address"
 _FAILED = "failed"
-_LEFT = "left/{}"
 _NUMBER = struct.Struct("<I")
 _LONGER_SECONDS = 5.0
 """How much longer the others wait than rank 0, which reports the missing ranks."""
 _LOOK_SECONDS = 0.1
-"""How often rank 0, while it waits for a rank, looks whether the group is still to be made."""
+"""How often a rank that waits for others looks whether the group is still to be made."""
+_NEVER = -1
+"""When a process has started that counts as ended."""
 _GRACE_SECONDS = 1.0
-"""The least time for a rank that has set its key in time to connect, and then to map the file."""
+"""The least time for the ranks to connect, and then for each to be sent the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +64,12 @@ class GroupHandles:
     pidfds: dict[int, int]
     """A descriptor of the process of every other rank, readable once it has ended."""
     pids: dict[int, int]
+
+
+class _Process(NamedTuple):
+    pid: int
+    started: int
+    """When, as `start_ticks` returns it: after its end its number may come to mean another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,35 +103,14 @@ def connect_ranks(
             f"Rank {rank} is outside a group of {layout.size}: ranks are 0 to {layout.size - 1}. Give each process its "
             "own rank, and as world_size the number of processes. (LS102)"
         )
-    listener = _listen() if rank == 0 else None
-    try:
-        with store_loss_explained():
-            if listener is not None:
-                store.set(_ADDRESS, json.dumps([listener.getsockname()[1:].decode("ascii")]))
-            if hosts is None:
-                hosts = find_hosts(store, rank, members, deadline)
-            else:
-                keys = [_ADDRESS, *(f"arrived/{peer}" for peer in range(1, layout.size))]
-                if listener is None:
-                    store.set(keys[rank], "yes")
-                wait_for_members(store, keys, members, deadline)
-            (address,) = read_texts(_ADDRESS, store.get(_ADDRESS), 1)  # set before rank 0 set its key
-        reason = hosts.why_not_shared(members.global_ranks)
-        if reason:
-            return NotShared(reason=reason), hosts
-        if listener is not None:
-            return _receive_all(store, listener, layout, deadline, members.global_ranks), hosts
-        with _loss_explained(members.global_ranks[0], store, _FAILED, how="ended"):
-            try:
-                return _join(store, address, rank, deadline, members.global_ranks), hosts
-            except TimeoutError as error:
-                raise GroupError(
-                    f"Rank {members.global_ranks[0]} did not make the group within {deadline.limit.total_seconds():g} "
-                    "s. Look at its log; it may be stuck. (LS109)"
-                ) from error
-    finally:
-        if listener is not None:
-            listener.close()
+    if hosts is None:
+        hosts = find_hosts(store, rank, members, deadline)
+    reason = hosts.why_not_shared(members.global_ranks)
+    if reason:
+        return NotShared(reason=reason), hosts
+    if rank == 0:
+        return _admit_all(store, layout, members, deadline), hosts
+    return _join(store, rank, members, deadline), hosts
 
 
 def _listen() -> socket.socket:
@@ -137,78 +121,70 @@ def _listen() -> socket.socket:
 
 
 @contextmanager
-def _publishing_reason(store: Store, key: str) -> Iterator[None]:
+def _publishing_reason(store: Store) -> Iterator[None]:
     """Store why this rank fails, for the others, before it closes its sockets."""
     try:
         yield
     except (GroupError, OSError) as error:
         with suppress(RuntimeError):  # the store is lost too
-            store.set(key, to_stored(_Reason(rank=getattr(error, "rank", -1), message=str(error))))
+            store.set(_FAILED, to_stored(_Reason(rank=getattr(error, "rank", -1), message=str(error))))
         raise
 
 
-def _read_reason(store: Store, key: str) -> GroupError | None:
-    """Return why a rank failed, if it has stored a reason."""
+def _read_reason(store: Store) -> GroupError | None:
+    """Return why rank 0 failed, if it has stored a reason."""
     try:
-        stored = store.get(key) if store.check([key]) else b""
+        stored = store.get(_FAILED) if store.check([_FAILED]) else b""
     except RuntimeError:  # the store is lost too
         stored = b""
     if not stored:
         return None
-    found = read_record(key, stored, _Reason)
+    found = read_record(_FAILED, stored, _Reason)
     return GroupError(found.message) if found.rank < 0 else PeerLostError(found.message, rank=found.rank)
 
 
-def _receive_all(
-    store: Store, listener: socket.socket, layout: FileLayout, deadline: Deadline, global_ranks: Sequence[int]
-) -> GroupHandles:
-    connections: dict[int, socket.socket] = {}
-    pids: dict[int, int] = {0: os.getpid()}
-
-    def explained(rank: int) -> AbstractContextManager[None]:
-        return _loss_explained(global_ranks[rank], store, _LEFT.format(rank))
-
-    with ExitStack() as undo, ExitStack() as done, _publishing_reason(store, _FAILED):
+def _admit_all(store: Store, layout: FileLayout, members: GroupMembers, deadline: Deadline) -> GroupHandles:
+    processes = {0: _Process(os.getpid(), start_ticks(os.getpid()))}
+    with ExitStack() as undo, ExitStack() as done, _publishing_reason(store):
+        listener = done.enter_context(_listen())
+        with store_loss_explained():
+            store.set(_ADDRESS, json.dumps([listener.getsockname()[1:].decode("ascii")]))
         descriptor = memory.create_file(layout)
         undo.callback(os.close, descriptor)
-        try:
-            for rank, connection, pid in _accept_ranks(store, listener, layout.size, deadline, done):
-                connections[rank], pids[rank] = connection, pid
-        except TimeoutError as error:
-            missing = [global_ranks[rank] for rank in range(1, layout.size) if rank not in connections]
-            raise GroupError(explain_missing(missing, layout.size, deadline.limit)) from error
-        hello = json.dumps([pids[rank] for rank in range(layout.size)]).encode()
+        connections = _accept_ranks(store, listener, members, deadline.with_at_least(_GRACE_SECONDS), done)
         for rank, connection in connections.items():
-            with explained(rank):
-                socket.send_fds(connection, [_NUMBER.pack(len(hello)) + hello], [descriptor])
-        pidfds = _watch(pids, 0, undo, global_ranks)
+            pid = peer_credentials(connection)[0]
+            processes[rank] = _Process(pid, start_ticks(pid))
+        hello = json.dumps([processes[rank] for rank in range(layout.size)]).encode()
         for rank, connection in connections.items():
             connection.settimeout(deadline.seconds_left(_GRACE_SECONDS))
-            with explained(rank):
-                _expect(connection, _READY)
-        for rank, connection in connections.items():
-            with explained(rank):
-                connection.sendall(_GO)
+            try:
+                socket.send_fds(connection, [_NUMBER.pack(len(hello)) + hello], [descriptor])
+            except OSError:  # it has left
+                processes[rank] = processes[rank]._replace(started=_NEVER)
+        pidfds = _watch(processes, 0, undo)
         undo.pop_all()
-    return GroupHandles(descriptor=descriptor, pidfds=pidfds, pids=pids)
+    return GroupHandles(descriptor=descriptor, pidfds=pidfds, pids={rank: pid for rank, (pid, _) in processes.items()})
 
 
 def _accept_ranks(
-    store: Store, listener: socket.socket, size: int, deadline: Deadline, done: ExitStack
-) -> Iterator[tuple[int, socket.socket, int]]:
-    """Yield the connection and the process of each other rank.
+    store: Store, listener: socket.socket, members: GroupMembers, deadline: Deadline, done: ExitStack
+) -> dict[int, socket.socket]:
+    """Return the connection of each other rank.
 
     A connection may be from any process, and send anything or nothing: none is waited for by itself, and one that is no
-    rank's is closed. `TimeoutError`: a rank is missing; `GroupError`: the launcher has given this group up.
+    rank's is closed. `GroupError`: a rank is missing, or the launcher has given this group up.
     """
-    missing = set(range(1, size))
+    connections: dict[int, socket.socket] = {}
+    missing = dict(enumerate(members.global_ranks))
+    del missing[0]
     begun: dict[socket.socket, bytes] = {}
+    wait = MembersWait(members, deadline)
     listener.setblocking(False)
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
-        end = time.monotonic() + deadline.seconds_left(_GRACE_SECONDS)
         while missing:
-            ready = [key.fileobj for key, _ in selector.select(min(max(end - time.monotonic(), 0.0), _LOOK_SECONDS))]
+            ready = [key.fileobj for key, _ in selector.select(min(deadline.seconds_left(), _LOOK_SECONDS))]
             if listener in ready:
                 with suppress(BlockingIOError):  # it was closed again
                     connection = listener.accept()[0]
@@ -225,18 +201,15 @@ def _accept_ranks(
                     continue
                 del begun[connection]
                 selector.unregister(connection)
-                if rank not in missing:
+                if missing.pop(rank, None) is None:
                     connection.close()
-                    continue
-                missing.discard(rank)
-                connection.settimeout(deadline.seconds_left(_GRACE_SECONDS))
-                yield rank, connection, peer_credentials(connection)[0]
-                end = time.monotonic() + deadline.seconds_left(_GRACE_SECONDS)
-            if missing and time.monotonic() >= end:
-                raise TimeoutError
-            if not ready:
+                else:
+                    connections[rank] = connection
+            if not ready or deadline.is_over:
+                wait.look(lambda: [*missing.values()])
                 with store_loss_explained():
                     store.check([_ADDRESS])
+    return connections
 
 
 def _read_rank(connection: socket.socket, begun: dict[socket.socket, bytes]) -> int | None:
@@ -251,22 +224,40 @@ def _read_rank(connection: socket.socket, begun: dict[socket.socket, bytes]) -> 
     return _NUMBER.unpack(begun[connection])[0] if len(begun[connection]) == _NUMBER.size else None
 
 
-def _join(store: Store, address: str, rank: int, deadline: Deadline, global_ranks: Sequence[int]) -> GroupHandles:
+def _join(store: Store, rank: int, members: GroupMembers, deadline: Deadline) -> GroupHandles:
+    with store_loss_explained():
+        wait_for_members(store, [_ADDRESS], members, deadline)
+        (address,) = read_texts(_ADDRESS, store.get(_ADDRESS), 1)
+    first = members.global_ranks[0]
+    end = time.monotonic() + deadline.seconds_left() + _LONGER_SECONDS
     with ExitStack() as undo, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(deadline.seconds_left() + _LONGER_SECONDS)
-        connection.connect(f"\0{address}")
-        if peer_credentials(connection)[1] != os.geteuid():
-            raise GroupError("The process that offers the group's shared memory belongs to another user. (LS114)")
-        connection.sendall(_NUMBER.pack(rank))
-        length, descriptor = _receive_file(connection)
-        undo.callback(os.close, descriptor)
-        pids = dict(enumerate(json.loads(_receive_exactly(connection, length))))
-        with _publishing_reason(store, _LEFT.format(rank)):
-            pidfds = _watch(pids, rank, undo, global_ranks)
-        connection.sendall(_READY)
-        _expect(connection, _GO)
+        connection.settimeout(_LONGER_SECONDS)
+        try:
+            connection.connect(f"\0{address}")
+            if peer_credentials(connection)[1] != os.geteuid():
+                raise GroupError("The process that offers the group's shared memory belongs to another user. (LS114)")
+            connection.sendall(_NUMBER.pack(rank))
+            answer = select.poll()
+            answer.register(connection, select.POLLIN)
+            while not answer.poll(1000 * _LOOK_SECONDS):
+                lost = members.find_lost()
+                if lost is not None:
+                    raise lost
+                if time.monotonic() >= end:
+                    raise GroupError(
+                        f"Rank {first} did not make the group within {deadline.limit.total_seconds():g} s. Look at its "
+                        "log; it may be stuck. (LS109)"
+                    )
+            length, descriptor = _receive_file(connection)
+            undo.callback(os.close, descriptor)
+            hello = _receive_exactly(connection, length)
+        except (OSError, EOFError) as error:
+            ended = PeerLostError(f"Rank {first} ended while the group was being made. (LS112)", rank=first)
+            raise (_read_reason(store) or ended) from error
+        processes = {rank: _Process(*found) for rank, found in enumerate(json.loads(hello))}
+        pidfds = _watch(processes, rank, undo)
         undo.pop_all()
-    return GroupHandles(descriptor=descriptor, pidfds=pidfds, pids=pids)
+    return GroupHandles(descriptor=descriptor, pidfds=pidfds, pids={rank: pid for rank, (pid, _) in processes.items()})
 
 
 def _receive_file(connection: socket.socket) -> tuple[int, int]:
@@ -279,30 +270,22 @@ def _receive_file(connection: socket.socket) -> tuple[int, int]:
     raise EOFError
 
 
-def _watch(pids: dict[int, int], own: int, undo: ExitStack, global_ranks: Sequence[int]) -> dict[int, int]:
-    """Open a descriptor for every other process; each still holds its socket, so its process id is not reused yet."""
+def _watch(processes: Mapping[int, _Process], own: int, undo: ExitStack) -> dict[int, int]:
+    """Open a descriptor for every other process."""
     pidfds: dict[int, int] = {}
-    for rank, pid in pids.items():
+    for rank, process in processes.items():
         if rank != own:
-            with _loss_explained(global_ranks[rank]):
-                pidfds[rank] = open_process(pid)
+            try:
+                pidfds[rank] = open_process(*process)
+            except ProcessLookupError:
+                pidfds[rank] = _ended()
             undo.callback(os.close, pidfds[rank])
     return pidfds
 
 
-@contextmanager
-def _loss_explained(name: int, store: Store | None = None, key: str = "", how: str = "was lost") -> Iterator[None]:
-    """Raise that the rank of this name was lost if its connection fails, or the reason that it has stored."""
-    try:
-        yield
-    except (OSError, EOFError) as error:
-        lost = PeerLostError(f"Rank {name} {how} while the group was being made. (LS112)", rank=name)
-        raise (None if store is None else _read_reason(store, key)) or lost from error
-
-
-def _expect(connection: socket.socket, expected: bytes) -> None:
-    if _receive_exactly(connection, 1) != expected:
-        raise EOFError
+def _ended() -> int:
+    """Return a descriptor like that of a process that has ended."""
+    return os.eventfd(1)
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytes:

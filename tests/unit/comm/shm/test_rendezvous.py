@@ -26,6 +26,10 @@ from lockstep.recording.reading import read_recording
 LONG = timedelta(seconds=30)
 
 
+def one_host(size: int) -> GroupHosts:
+    return GroupHosts(identities=("a",) * size, host_names=("a",) * size)
+
+
 def close_all(found: list[object]) -> None:
     for handles in found:
         assert isinstance(handles, rendezvous.GroupHandles)
@@ -75,13 +79,10 @@ def test_ranks_that_were_in_time_may_connect_when_the_time_is_up(monkeypatch: py
     # Rank 0 accepted connections for a millisecond more, and then named ranks that had set their keys as missing.
     monkeypatch.setattr(rendezvous, "_GRACE_SECONDS", 20.0)
     store = dist.HashStore()
-    one_host = GroupHosts(identities=("a", "a"), host_names=("a", "a"))
     over = Deadline.after(timedelta(0))
-    for rank in range(2):
-        store.set(f"arrived/{rank}", "yes")
 
     def connect(rank: int) -> object:
-        return rendezvous.connect_ranks(store, rank, FileLayout(2), over, hosts=one_host)[0]
+        return rendezvous.connect_ranks(store, rank, FileLayout(2), over, hosts=one_host(2))[0]
 
     with ThreadPoolExecutor() as pool:
         first = pool.submit(connect, 0)
@@ -95,7 +96,7 @@ def test_strangers_neither_end_a_meeting_nor_hold_it_up() -> None:
     store = dist.HashStore()
 
     def connect(rank: int) -> object:
-        return rendezvous.connect_ranks(store, rank, FileLayout(3), Deadline.after(LONG))[0]
+        return rendezvous.connect_ranks(store, rank, FileLayout(3), Deadline.after(LONG), hosts=one_host(3))[0]
 
     with ThreadPoolExecutor() as pool:
         first = pool.submit(connect, 0)
