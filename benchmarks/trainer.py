@@ -1,6 +1,6 @@
 """What `ls.Trainer` and `lockstep train` cost compared with a plain loop and with torch's DistributedDataParallel.
 
-    make bench-trainer       or: python benchmarks/trainer.py [--rounds 15] [--parts loop,job,features]
+    make bench-trainer       or: python benchmarks/trainer.py [--rounds 15] [--parts loop,job,features,audit]
 
 loop: `ls.Trainer` with 4 shards, one worker, compared with a loop that adds up the gradients of the same 4 slices; the
 network of the digits, the same batches through a DataLoader. With 4 processes each process trains alone. A loop
@@ -10,6 +10,8 @@ job: `lockstep train examples/digits.yaml` compared with benchmarks/torch_digits
 of the training, the evaluations and saves between the epochs left out on both sides. The runs alternate.
 
 features: an epoch of the trainer and an evaluation, with one feature switched on, compared with none.
+
+audit: steps of two workers of larger models, with the audit log and without.
 
 Figures are medians over the rounds; the sides of `loop` and `features` alternate in the same processes.
 """
@@ -33,11 +35,13 @@ import torch
 from interleaved import run_round
 from tables import NOISY_SPREAD, load_average, log, mark, print_row
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
+from training_models import MODELS
 
 import lockstep as ls
 from lockstep.comm import World
 from lockstep.recipes.digits import Net, datasets
+from lockstep.runs.audit import AuditLog
 
 BATCH_SIZE = 128
 NUM_SHARDS = 4
@@ -200,6 +204,61 @@ def time_features(_run: ls.Run, rounds: int) -> dict[str, list[float]]:
     return alternate({name: make_feature(name) for name in FEATURES}, rounds, 1)
 
 
+# -- The audit log -----------------------------------------------------------------------------------------------------
+
+
+def make_audited(run: ls.Run, name: str, folder: str, num_steps: int, *, is_audited: bool) -> Loop:
+    """Make the loop of a trainer of a larger model."""
+    torch.manual_seed(0)
+    built = MODELS[name]
+    model = built.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    trainer = ls.Trainer(model, optimizer, loss=loss_of_last, num_shards=NUM_SHARDS, verify_steps=0)
+    batches = [built.make_batch() for _ in range(run.world_size * num_steps)]
+    data = TensorDataset(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
+    loader = trainer.loader(data, batch_size=len(data) // num_steps)
+    log_file = AuditLog(Path(folder), {})
+    if is_audited:
+        trainer.internals.audited()
+
+    def train(epoch: int) -> float:
+        began, total = time.perf_counter(), 0.0
+        for batch in loader.epoch(epoch):
+            total += trainer.step(batch).loss
+            for event in trainer.internals.audited() if is_audited else ():
+                if run.rank == 0:
+                    log_file.record(event)
+        return time.perf_counter() - began
+
+    return train
+
+
+def loss_of_last(model: nn.Module, batch: Any) -> Tensor:
+    """Return the mean loss over all that is classified."""
+    return nn.functional.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+
+def time_audit(run: ls.Run, name: str, folder: str, rounds: int) -> dict[str, list[float]]:
+    """Return seconds of a step, without and with the log (collective)."""
+    num_steps = 4 * MODELS[name].steps
+    sides = {
+        side: make_audited(run, name, folder, num_steps, is_audited=side == "with") for side in ("without", "with")
+    }
+    return alternate(sides, rounds, num_steps)
+
+
+def print_audit(rounds: int) -> None:
+    """Print what the audit log costs."""
+    print_row("model", "step without, ms", "step with, ms", "with / without")
+    print_row(*["---"] * 4)
+    for name in ("mlp", "transformer", "conv"):
+        log(f"audit, {name} ...")
+        with tempfile.TemporaryDirectory() as folder:
+            seconds = ls.launch(time_audit, name, folder, rounds, devices="cpu:2")[0]
+        cells = [f"{mark(seconds[side])}{1000 * statistics.median(seconds[side]):.2f}" for side in seconds]
+        print_row(MODELS[name].title, *cells, show_ratio(seconds, "with", "without", digits=3))
+
+
 # -- The main job ------------------------------------------------------------------------------------------------------
 
 
@@ -280,10 +339,10 @@ def print_features(rounds: int) -> None:
         print_row(name, f"{mark(seconds[name])}{milliseconds:.0f}", show_ratio(seconds, name, "none"))
 
 
-def show_ratio(seconds: dict[str, list[float]], side: str, other: str) -> str:
+def show_ratio(seconds: dict[str, list[float]], side: str, other: str, digits: int = 2) -> str:
     """Show the median of the ratios of the rounds, in each of which the sides ran one after the other."""
     ratios = [ours / theirs for ours, theirs in zip(seconds[side], seconds[other], strict=True)]
-    return f"{mark(ratios)}{statistics.median(ratios):.2f}"
+    return f"{mark(ratios)}{statistics.median(ratios):.{digits}f}"
 
 
 def parse_options() -> argparse.Namespace:
@@ -292,7 +351,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15, help="measurements per side; default 15")
     parser.add_argument("--jobs", type=int, default=5, help="runs per side of the main job; default 5")
     parser.add_argument("--epochs", type=int, default=20, help="epochs of the main job; default 20")
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=["loop", "job", "features"])
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=["loop", "job", "features", "audit"])
     return parser.parse_args()
 
 
@@ -314,6 +373,9 @@ def main() -> None:
     if "features" in options.parts:
         print("\nFeatures\n")
         print_features(options.rounds)
+    if "audit" in options.parts:
+        print("\nThe audit log, two workers\n")
+        print_audit(options.rounds)
     print(f"\nLoad average after the run {load_average()}; it took {time.monotonic() - began:.0f} s.")
 
 

@@ -33,6 +33,8 @@ class RunStarted:
     """Steps of one epoch; None where they are not known."""
     first_step: int = 0
     """First step within the first epoch; greater than 0 if a run is resumed in the middle of an epoch."""
+    fingerprint: str = ""
+    """What its bits depend on besides code and data, in a line."""
     patch: str = ""
     """The file with the changes of the code that are not committed; empty if there is none."""
 
@@ -52,6 +54,22 @@ class StepFinished:
     """Learning rate of the first parameter group in this step; None where it is on a device."""
     grad_norm: float | None = None
     """2-norm of the gradient before it is clipped; None if it was not computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAudited:
+    """The bits of an update that is done on every worker."""
+
+    epoch: int
+    step: int
+    global_step: int
+    update: str
+    """Which of a step's updates, where it has several."""
+    workers: int
+    facts: Mapping[str, str]
+    """Texts that are equal if the bits are, by what they are of: see `lockstep.engine.audit`."""
+    places: Mapping[str, Sequence[str]]
+    """Which tensors the numbers in a fact are of, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +167,7 @@ class RecordingTakenOver:
 Event = (
     RunStarted
     | StepFinished
+    | StepAudited
     | EpochFinished
     | Evaluated
     | CheckpointSaved

@@ -154,6 +154,17 @@ def train_here(folder: Path, *overrides: str) -> Outcome:
     return Outcome(0, f"digest {digest}\n", "", folder / "run")
 
 
+def check_audit(run_dir: Path) -> None:
+    """Take all steps again, with one worker."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(run_dir.parent)
+        patch.setattr(sys, "path", list(sys.path))
+        patch.setenv("DEATHS", "")
+        result = CliRunner().invoke(app, ["audit", "run", "--workers", "1"])
+    assert result.exit_code == 0, f"{result.stdout}{result.stderr}"
+    assert f"confirmed {len(rows_of(run_dir, 'step'))} updates, and " in result.stdout
+
+
 def check_equal(found: Outcome, whole: Outcome) -> None:
     assert found.code == 0, found.stderr
     assert found.digest == whole.digest
@@ -173,7 +184,7 @@ def test_one_rank_0_after_the_other_is_killed_at_its_own_work(
     # Ranks are those of the moment. One dies before the run has begun, so all begin again without it. The first rank 0
     # dies when the checkpoint of the first epoch has no name yet, the next one in the very last call of the run, when
     # half of a row is written.
-    lost = train(tmp_path, 4, "3 build 1,0 fsync 1,0 finish 1")
+    lost = train(tmp_path, 4, "3 build 1,0 fsync 1,0 finish 1", "audit=true")
     assert "before the training began. It starts again with 3 workers" in lost.stderr
     check_equal(lost, whole)
     names = {path.name for path in lost.folder.iterdir()}
@@ -188,6 +199,7 @@ def test_one_rank_0_after_the_other_is_killed_at_its_own_work(
     assert of_workers.count("killed by SIGKILL") >= 2
     assert of_workers.count("training 81 parameters") == 1
     assert [line.split()[1] for line in of_workers.splitlines() if line.startswith("epoch")] == ["1/3", "2/3", "3/3"]
+    check_audit(lost.folder)
 
 
 def pids_of(run_dir: Path, num_workers: int, *, but: int = 0) -> list[int]:
@@ -229,7 +241,7 @@ def test_workers_join_and_leave_a_run(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PACE", "1")
     thread.start()
     try:
-        found = train(tmp_path, 2, "", "respawn=true", "loader_workers=1", *overrides)
+        found = train(tmp_path, 2, "", "respawn=true", "loader_workers=1", "audit=true", *overrides)
     finally:
         (tmp_path / "enough").touch()
         thread.join()
@@ -243,6 +255,7 @@ def test_workers_join_and_leave_a_run(tmp_path: Path, monkeypatch: pytest.Monkey
     ]
     assert [row["generation"] for row in rows] == [1, 2, 3]
     assert not (found.folder / ".control").exists()
+    check_audit(found.folder)
 
 
 @pytest.mark.parametrize(

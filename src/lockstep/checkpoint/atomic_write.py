@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+_TAIL_BYTES = 1 << 18
+"""How much of the end of a file is read to find the lines in it."""
 _TEMP_NAME = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 
 
@@ -120,3 +122,19 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_half_line(path: Path) -> list[str]:
+    """Remove what follows the last end of a line; return the last whole lines."""
+    with path.open("a+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - _TAIL_BYTES)
+        file.seek(start)
+        tail = file.read()
+        whole = tail[: tail.rfind(b"\n") + 1]
+        if whole or not start:
+            file.truncate(start + len(whole))
+        else:
+            file.write(b"\n")
+    lines = whole.decode("utf-8", errors="replace").splitlines()
+    return lines[1:] if start else lines

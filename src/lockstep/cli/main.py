@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _COMMANDS = {
+    "audit": "Take steps of a run again, and confirm that they had these bits; or find where two runs part.",
     "check": "Read training scripts, and list what goes wrong with several workers.",
     "checkpoint": "Look into checkpoint files, and convert them.",
     "devices": "Show the GPUs, the processes that use them, the CPU, and what `auto` would take right now.",

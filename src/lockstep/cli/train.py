@@ -321,6 +321,7 @@ def _leave_or_stop(stop: StopRequest) -> Callable[[], None] | None:
 
 def _train(run: Run, job: Job, stop: StopRequest) -> FitResult | StopResult:
     """Train in one worker; rank 0 prints and records. If it is lost, another worker has its rank."""
+    from lockstep.runs.audit import AuditLog
     from lockstep.runs.fit import fit
 
     if run.rank == 0 and not run.is_new:
@@ -331,12 +332,16 @@ def _train(run: Run, job: Job, stop: StopRequest) -> FitResult | StopResult:
         trackers = stack.enter_context(
             Following(lambda: make_trackers(job.config.trackers), path, job.config.model_dump())
         )
-        recorder = Succession(lambda: run.rank == 0, metrics, lambda: Recorders([_make_progress(stack), trackers]))
+        shown = Succession(lambda: run.rank == 0, metrics, lambda: Recorders([_make_progress(stack), trackers]))
+        recorders: list[Recorder] = [shown]
+        if job.config.audit:
+            log = AuditLog(job.run_dir, job.config.model_dump(mode="json"))
+            recorders.append(Succession(lambda: run.rank == 0, log, lambda: Recorders([])))
         result = fit(
             job.config,
             device=run.device,
             run_dir=job.run_dir,
-            recorder=recorder,
+            recorder=Recorders(recorders),
             resume=job.resume,
             code=job.code,
             stop=stop,

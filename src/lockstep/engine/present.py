@@ -27,6 +27,7 @@ from lockstep.engine.state_parts import Stateful
 from lockstep.engine.step_engine import StepEngine
 from lockstep.engine.step_table import StepResult
 from lockstep.errors import counted
+from lockstep.events import StepAudited
 from lockstep.recording.file_format import StepPhase
 from lockstep.reduce.model import Description
 from lockstep.shards import even_ranges
@@ -151,6 +152,11 @@ class PresentEngine:
     def _planned_number(self) -> int:
         """Return the planned generation, or 0 for a trainer before whose steps the workers do not change."""
         return self.member.generations.planned_number if self.member is not None and self.member.leads(self) else 0
+
+    def audited(self) -> list[StepAudited]:
+        """Take what is known of the bits of the updates since the last call; the first call begins it (local)."""
+        found, self._state.audited = self._state.audited, []
+        return found or []
 
     def repeatable(self, call: Callable[[World], Result]) -> Result:
         """Make a call that changes no state, or that may be made again (collective)."""

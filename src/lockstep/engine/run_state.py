@@ -41,6 +41,7 @@ from lockstep.engine.state_parts import (
 )
 from lockstep.engine.step_table import StepOutcome
 from lockstep.errors import CheckpointError, LossError, UnusableStateError, clause
+from lockstep.events import StepAudited
 from lockstep.torch_private.compiler import has_compiled_part
 
 
@@ -93,6 +94,8 @@ class RunState:
         self.unread_step: Callable[[], LossError | None] | None = None
         """Reads what is on the device of the last step, which may wait; returns its error if it was not finite."""
         self.waits_for_device = False
+        self.audited: list[StepAudited] | None = None
+        """The updates of which nobody has taken what an audit looks at; None where it is not looked at."""
         self._updates_made: dict[str, Callable[[], StepOutcome]] = {}
         self.unusable_because = ""
         self.failed_here = ""

@@ -160,8 +160,11 @@ class StateParts:
         found = list(chain.from_iterable(part.modules() for part in self._parts))
         return found[0] if len(found) == 1 else nn.ModuleList(found)
 
+    def tensors(self) -> dict[str, Tensor]:
+        return _merged(part.tensors() for part in self._parts)
+
     def digest(self) -> str:
-        return state_digest(_merged(part.tensors() for part in self._parts))
+        return state_digest(self.tensors())
 
     def describe(self) -> Description:
         return {name: each for part in self._parts for name, each in part.describe().items()}

@@ -36,6 +36,7 @@ from lockstep.data import ShardedBatch
 from lockstep.devices.transfer import is_asynchronous
 from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.engine.arguments import TrainerArguments, check_fingerprints, check_same_arguments
+from lockstep.engine.audit import AuditedStep
 from lockstep.engine.balance import ShardBalance
 from lockstep.engine.batches import gather_results
 from lockstep.engine.buffers import without_repeats
@@ -64,6 +65,7 @@ STEP_PARTS: Sequence[Callable[[ShardRuns], StepPart]] = (
     SameBatch,
     SameSettings,
     lambda runs: runs.hooks,
+    AuditedStep,  # before the user's code, which may write to samples
     FirstSteps,  # before the gradients of the step: a loss may have a backward of its own
     ReducedGradients,
     WorkerComparison,

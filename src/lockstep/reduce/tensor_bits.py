@@ -22,7 +22,7 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -69,13 +69,15 @@ def numbers_of_bits(tensors: Sequence[Tensor]) -> list[int]:
     library, rows = _library(), [(each.data_ptr(), each.nbytes) for each in tensors if _is_row(each)]
     if library is None or len(rows) < len(tensors):
         return [int(sum_of_bits([each])) for each in tensors]
-    nums_blocks = np.array([-(-num_bytes // _BLOCK_BYTES) for _, num_bytes in rows], np.int64)
-    starts = nums_blocks.cumsum() - nums_blocks
-    sums = _sum_rows(library, rows, int(nums_blocks.sum()))
-    mixed = (sums ^ sums >> 32) * _weights_of_blocks(_BLOCK_WORDS)[np.arange(len(sums)) - starts.repeat(nums_blocks)]
-    totals = np.add.reduceat(np.append(mixed, 0), starts) * (nums_blocks > 0)
-    layouts = (_number_layout(((each.dtype, each.shape),), ()) for each in tensors)
-    return [_upper_bits(total + layout) for total, layout in zip(totals.tolist(), layouts, strict=True)]
+    sums = iter(_sum_rows(library, rows))
+    numbers: list[int] = []
+    for tensor in tensors:
+        num_blocks = -(-tensor.nbytes // _BLOCK_BYTES)
+        total = _number_layout(((tensor.dtype, tensor.shape),), ())
+        for whole, weight in zip(islice(sums, num_blocks), _list_weights(_BLOCK_WORDS), strict=False):
+            total += (whole ^ whole >> 32) * weight
+        numbers.append(_upper_bits(total))
+    return numbers
 
 
 def glance_at_bits(*tensors: Tensor) -> int:
@@ -181,20 +183,19 @@ def _is_row(tensor: Tensor) -> bool:
     return has_words and tensor.nbytes <= _BLOCK_WORDS * _BLOCK_BYTES
 
 
-def _sum_rows(
-    library: ctypes.CDLL, rows: Iterable[tuple[int, int]], num_blocks: int
-) -> "np.ndarray[Any, np.dtype[np.int64]]":
+def _sum_rows(library: ctypes.CDLL, rows: Sequence[tuple[int, int]]) -> Sequence[int]:
     """Return the sums of the blocks of rows, each an address and a number of bytes."""
-    numbers, sums = array("q", chain.from_iterable(rows)), np.empty(num_blocks, np.int64)
+    numbers = array("q", chain.from_iterable(rows))
+    sums = array("q", bytes(8 * sum(-(-num_bytes // _BLOCK_BYTES) for _, num_bytes in rows)))
     weights = _weights_of_cpu(_BLOCK_WORDS).data_ptr()
-    library.lockstep_sum_blocks(numbers.buffer_info()[0], len(numbers) // 2, weights, sums.ctypes.data)
+    library.lockstep_sum_blocks(numbers.buffer_info()[0], len(rows), weights, sums.buffer_info()[0])
     return sums
 
 
 def _sum_blocks(words: Tensor) -> Iterable[Tensor | int]:
-    library, num_blocks = _library(), -(-words.numel() // _BLOCK_WORDS)
+    library = _library()
     if library is not None and words.is_cpu and words.dtype == torch.int32:
-        return list(map(int, _sum_rows(library, [(words.data_ptr(), words.nbytes)], num_blocks)))
+        return _sum_rows(library, [(words.data_ptr(), words.nbytes)])
     return _sum_blocks_with_torch(words)
 
 

@@ -6,14 +6,13 @@ Each object has a "kind" ("step", "epoch" or "workers") and a "global_step". Who
 import contextlib
 import json
 import math
-import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
-from lockstep.checkpoint.atomic_write import atomic_write_text
+from lockstep.checkpoint.atomic_write import atomic_write_text, remove_half_line
 from lockstep.errors import RunDirectoryError
 from lockstep.events import (
     CheckpointSaved,
@@ -24,6 +23,7 @@ from lockstep.events import (
     Recorder,
     RecordingTakenOver,
     RunStarted,
+    StepAudited,
     StepFinished,
     WorkersChanged,
 )
@@ -32,10 +32,20 @@ from lockstep.processes.user_line import stacklevel_of_user
 RowKey = tuple[str, int]
 """What there is one row for: the kind, and the step or the generation of workers."""
 
-_TAIL_BYTES = 1 << 18
-"""How much of the end of a file is read to find the rows in it."""
 _NUM_REMEMBERED = 32
 """More than there are events between two calls in which workers wait for each other."""
+
+
+class SucceededFile(Protocol):
+    """A file that one worker after the other appends rows to."""
+
+    def record(self, event: Event) -> None: ...
+
+    def take_over(self) -> frozenset[RowKey]:
+        """Continue the file of a process that has ended: remove a half row; return what the last whole rows are for."""
+
+    def key_of(self, event: Event) -> RowKey | None:
+        """Return what the row of an event is for; None where it has none, or need not be written later."""
 
 
 @final
@@ -80,22 +90,16 @@ class MetricsFile:
         self._is_failing = True
 
     def take_over(self) -> frozenset[RowKey]:
-        """Continue the file of a process that has ended: remove a half row; return what the last whole rows are for."""
         try:
-            with self._path.open("a+b") as file:
-                size = file.seek(0, os.SEEK_END)
-                start = max(0, size - _TAIL_BYTES)
-                file.seek(start)
-                tail = file.read()
-                whole = tail[: tail.rfind(b"\n") + 1]
-                if whole or not start:
-                    file.truncate(start + len(whole))
+            lines = remove_half_line(self._path)
         except OSError as error:
             self._fail(error)
             return frozenset()
-        self._lead = "" if whole or not start else "\n"
-        lines = whole.decode("utf-8", errors="replace").splitlines()
-        return frozenset(key_of_row(row) for row in _parse(lines[1:] if start else lines))
+        self._lead = ""
+        return frozenset(map(key_of_row, _parse(lines)))
+
+    def key_of(self, event: Event) -> RowKey | None:
+        return key_of(event)
 
     def rewind(self, global_step: int) -> None:
         """Remove the lines after update `global_step`, from which the run is resumed."""
@@ -125,9 +129,9 @@ class Succession:
     have written a row that the others reach only later: that row is left out then.
     """
 
-    def __init__(self, is_recording: Callable[[], bool], metrics: MetricsFile, show: Callable[[], Recorder]) -> None:
+    def __init__(self, is_recording: Callable[[], bool], file: SucceededFile, show: Callable[[], Recorder]) -> None:
         self._is_recording = is_recording
-        self._metrics = metrics
+        self._file = file
         self._show = show
         self._shown: Recorder | None = None
         self._run: RunStarted | None = None
@@ -138,7 +142,7 @@ class Succession:
         if isinstance(event, RunStarted):
             self._run = event
         if not self._is_recording():
-            if key_of(event) is not None:
+            if self._file.key_of(event) is not None:
                 self._remembered.append(event)
             return
         if self._shown is None:
@@ -148,7 +152,7 @@ class Succession:
         self._write(self._shown, event)
 
     def _take_over(self, shown: Recorder, global_step: int) -> None:
-        self._written = self._metrics.take_over()
+        self._written = self._file.take_over()
         if self._run is not None:
             shown.record(RecordingTakenOver(run=self._run, global_step=global_step))
         for event in self._remembered:
@@ -156,8 +160,8 @@ class Succession:
         self._remembered.clear()
 
     def _write(self, shown: Recorder, event: Event) -> None:
-        if key_of(event) not in self._written:
-            self._metrics.record(event)
+        if self._file.key_of(event) not in self._written:
+            self._file.record(event)
             shown.record(event)
 
 
@@ -239,7 +243,7 @@ def row_of(event: Event) -> dict[str, Any] | None:
                 "left": [],
                 "repeats_step": False,
             }
-        case RunStarted() | CheckpointSaved() | RecordingTakenOver():
+        case RunStarted() | CheckpointSaved() | RecordingTakenOver() | StepAudited():
             return None
 
 

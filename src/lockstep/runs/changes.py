@@ -16,9 +16,9 @@ ALL = "all"
 
 _HARMLESS = frozenset(
     {
-        *("async_save", "balance", "device_ids", "dry_run", "epochs", "finish", "finish_args", "keep", "keep_best"),
+        *("async_save", "audit", "balance", "device_ids", "dry_run", "epochs", "finish", "finish_args", "keep"),
         *("early_stopping", "evict_after", "loader_workers", "max_steps", "max_time", "metric", "metrics"),
-        *("exact_mean", "first_steps_verified", "min_workers", "report", "save_code"),
+        *("exact_mean", "first_steps_verified", "keep_best", "min_workers", "report", "save_code"),
         *("on_save_error", "on_worker_loss", "respawn", "respawn_minutes", "resume", "run_dir", "save_every"),
         *("spares", "track_grad_norm", "trackers", "workers"),
     }

@@ -142,8 +142,11 @@ class Config(BaseModel):
     nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss that is not finite does: stop the run, or skip the step."""
     exact_mean: bool = True
-    first_steps_verified: int = Field(default=3, ge=0)
     """Whether to refuse a loss that is not a mean over samples, whose gradient depends on `num_shards`."""
+    first_steps_verified: int = Field(default=3, ge=0)
+    """In how many steps after the first one shards are computed once more; see `Trainer`'s `verify_steps`."""
+    audit: bool = False
+    """Whether the bits of each step are logged, so that `lockstep audit` can take any of them again and compare."""
     balance: Literal["even", "speed"] = "even"
     """Whether shards move from slow workers to fast workers; this does not change the result."""
     callbacks: list[NamedObject] = []

@@ -4,6 +4,7 @@ runs/digits/
   config.yaml            the resolved config
   environment.json       how and where the run was started, each time; see environment.py
   metrics.jsonl          one JSON object per line: steps and epochs
+  audit.jsonl            with audit: true, the bits of each step; see audit.py
   step-00000132.ckpt     the newest checkpoints and the best one, named by the number of updates
   best.ckpt              a link to the best one, if the config names a metric; see saving.py
   report.html            a page about the run, for a browser: curves, where the time went, ...
@@ -48,6 +49,7 @@ from lockstep.runs.config import Config, read_config
 CONFIG_NAME = "config.yaml"
 ENVIRONMENT_NAME = "environment.json"
 METRICS_NAME = "metrics.jsonl"
+AUDIT_NAME = "audit.jsonl"
 REPORT_NAME = "report.html"
 BEST_NAME = "best.ckpt"
 JOB_NAME = ".job"
@@ -146,7 +148,7 @@ def discard_unused(run_dir: Path) -> None:
 
 
 def _is_made_before_training(path: Path) -> bool:
-    names = {CONFIG_NAME, CONTROL_NAME, ENDED_NAME, ENVIRONMENT_NAME, JOB_NAME, LOCK_NAME, RECORDING_NAME}
+    names = {AUDIT_NAME, CONFIG_NAME, CONTROL_NAME, ENDED_NAME, ENVIRONMENT_NAME, JOB_NAME, LOCK_NAME, RECORDING_NAME}
     names |= {TRACKED_NAME, *_TRACKER_FOLDERS}
     is_written = path.name in names or path.suffix == ".patch"
     return is_written or is_temp_name(path.name)

@@ -72,6 +72,8 @@ def fit(
             lambda world: _write_facts(world, run_dir, fingerprint, device, code or Path(), saves_code=config.save_code)
         )
     recorder.record(_describe_run(config, parts, device, patch))
+    if config.audit:
+        trainer.internals.audited()
     trainer.internals.moments.start()
     is_over = trainer.cursor.epoch >= config.epochs or trainer.is_ending
     with saver.writing:
@@ -238,6 +240,9 @@ def _train_epoch(training: TrainingContext, epoch: int) -> Callable[[Mapping[str
         result = trainer.step(batch)
         losses.add(result, trainer.global_step, in_step)
         training.record_lost_loading_processes()
+        if config.audit:
+            for audited in trainer.internals.audited():
+                training.recorder.record(audited)
         num_samples += batch.num_samples
         if trainer.is_ending:
             break
@@ -325,6 +330,7 @@ def _describe_run(config: Config, parts: RunParts, device: torch.device, patch: 
         num_epochs=config.epochs,
         num_steps=parts.train.num_steps,
         first_step=parts.trainer.cursor.step,
+        fingerprint=str(parts.trainer.fingerprint()),
         patch=patch,
     )
 

@@ -301,7 +301,7 @@ def find_saved_run(
     return SavedRun(
         checkpoint=checkpoint,
         config=parse_config(changed, str(checkpoint)),
-        code=_find_code(checkpoint.resolve().parent),
+        code=find_code(checkpoint.resolve().parent),
         digest=str(manifest.get("digest")),
         metrics=manifest.get("metrics") or {},
         where=f"after epoch {epoch}" if step == 0 else f"after step {step} of epoch {epoch + 1}",
@@ -316,6 +316,6 @@ def search_path(saved: SavedRun, given: Path | None) -> list[str]:
     return [str(folder.resolve()) for folder in folders]
 
 
-def _find_code(run_dir: Path) -> Path | None:
+def find_code(run_dir: Path) -> Path | None:
     folder = Path(str(next(iter(read_starts(run_dir)), {}).get("modules", "")))
     return folder if folder.is_absolute() and folder.is_dir() else None
