@@ -87,7 +87,7 @@ def test_a_worker_that_never_writes_makes_no_file(tmp_path: Path) -> None:
 
 
 def test_only_the_end_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.report.metrics_file._TAIL_BYTES", 300)
+    monkeypatch.setattr("lockstep.checkpoint.atomic_write._TAIL_BYTES", 300)
     path = tmp_path / "metrics.jsonl"
     first = MetricsFile(path)
     for number in range(1, 21):
