@@ -41,7 +41,7 @@ from training_models import MODELS
 import lockstep as ls
 from lockstep.comm import World
 from lockstep.recipes.digits import Net, datasets
-from lockstep.runs.audit import AuditLog
+from lockstep.runs.audit_log import AuditLog
 
 BATCH_SIZE = 128
 NUM_SHARDS = 4

@@ -12,16 +12,8 @@ from lockstep.cli.main import FORCE, command
 from lockstep.cli.options import CODE, DEVICES, WORKERS, call_on_saved
 from lockstep.errors import UsageError, counted
 from lockstep.launch.messages import Run
-from lockstep.runs.audit import (
-    Difference,
-    ReadLog,
-    Replay,
-    choose_start,
-    compare_logs,
-    describe_replay,
-    read_log,
-    take_again,
-)
+from lockstep.runs.audit import Replay, choose_start, describe_replay, take_again
+from lockstep.runs.audit_log import ReadLog, compare_logs, read_log
 from lockstep.runs.config import apply_overrides, parse_config, placement_overrides
 from lockstep.runs.directory import AUDIT_NAME
 from lockstep.runs.opening import SavedRun, find_code
@@ -109,7 +101,7 @@ def _compare(log: ReadLog, other: Path) -> None:
     changes, difference = compare_logs(log, theirs)
     for change in changes:
         typer.echo(f"  {change}")
-    if isinstance(difference, Difference):
+    if difference is not None:
         typer.echo(f"The runs part at {difference}.")
         raise typer.Exit(FAILURE_EXIT)
     typer.echo(f"equal in each of {counted(min(log.last_step, theirs.last_step), 'step')}")

@@ -18,6 +18,7 @@ from lockstep.doctor.report import chrome_trace, print_examination, print_slow, 
 from lockstep.doctor.slow import SlowReport, find_slow, recorded_usage, sample_workers
 from lockstep.errors import UsageError
 from lockstep.recording.reading import read_recording
+from lockstep.runs.audit_log import describe_log
 
 _BAD = frozenset({"stalled", "failed"})
 
@@ -56,6 +57,8 @@ def doctor(
                 console.clear()
             pids = {worker.pid for worker in found.workers if worker.facts is not None}
             print_examination(found, console, with_stacks=stacks, gpus=gpu_use(pids))
+            if run_dir is not None and (log := describe_log(run_dir)):
+                console.print(f"audit log {log}", soft_wrap=True)
         if not watch:
             break
         time.sleep(2)

@@ -321,7 +321,7 @@ def _leave_or_stop(stop: StopRequest) -> Callable[[], None] | None:
 
 def _train(run: Run, job: Job, stop: StopRequest) -> FitResult | StopResult:
     """Train in one worker; rank 0 prints and records. If it is lost, another worker has its rank."""
-    from lockstep.runs.audit import AuditLog
+    from lockstep.runs.audit_log import AuditLog
     from lockstep.runs.fit import fit
 
     if run.rank == 0 and not run.is_new:

@@ -13,16 +13,8 @@ compared between the workers in each step.
 [Note: audited in turn] To read all bits of a large model takes as long as a part of its update. So a step reads up to
 `_WINDOW_BYTES` of state and of gradient, and the next step the following ones. A smaller model is read as a whole in
 each step. The digest in each checkpoint is of the whole state.
-
-[Note: marks] A text begins with one number over all numbers, which alone decides whether two are equal. Behind it are
-marks, which tell where they differ: one for each number, or where there are more, one for each row and each column of a
-square that they are written into.
 """
 
-import base64
-import hashlib
-import string
-import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +23,7 @@ from typing import Final, final
 
 from torch import Tensor
 
+from lockstep.audit_facts import NUM_MARKS, condense, number_of
 from lockstep.data import Slice
 from lockstep.data.contents import slice_number
 from lockstep.engine.shard_runs import ShardRuns
@@ -41,14 +34,7 @@ from lockstep.reduce.model import describe_options
 from lockstep.reduce.tensor_bits import numbers_of_bits
 from lockstep.torch_private.modules import tree_leaves
 
-FACTS: Final = ("options", "samples", "state", "loss", "gradient")
 _WINDOW_BYTES: Final = 1 << 18
-NUM_MARKS: Final = {"samples": 12, "loss": 12, "state": 18, "gradient": 18}
-_WHOLE_BYTES: Final = 6
-"""So many that the step table's float64 holds the number exactly."""
-_WHOLE_CHARACTERS: Final = 8
-_FACTOR, _SHIFT, _MASK = 0x9E3779B97F4A7C15, 52, (1 << 12) - 1
-_DIGITS: Final = string.ascii_letters + string.digits + "-_"
 _EXACT: Final = (bool, int, float, complex, str, bytes, type(None))
 """What enters in full; other objects are described."""
 
@@ -166,7 +152,7 @@ class AuditedStep(StepPart):
         )
 
     def _number(self, name: str) -> float:
-        return float(_number_of(self._numbers[name]))
+        return float(number_of(self._numbers[name]))
 
     def _read(self, fact: str, window: Sequence[Piece], tensors: Mapping[str, Tensor]) -> None:
         self._numbers[fact] = numbers_of_bits([piece.of(tensors[piece.name]) for piece in window])
@@ -185,7 +171,7 @@ def numbers_of_samples(slices: Sequence[Slice]) -> dict[int, float]:
             for each in of_leaves
             if not isinstance(each, Tensor)
         ]
-        found[part.shard] = float(_number_of([*islice(numbers, len(mine)), *others]))
+        found[part.shard] = float(number_of([*islice(numbers, len(mine)), *others]))
     return found
 
 
@@ -193,37 +179,3 @@ def _strided(leaf: object) -> Sequence[Tensor]:
     if not isinstance(leaf, Tensor):
         return ()
     return leaf.unbind() if leaf.is_nested else (leaf,)
-
-
-def condense(numbers: Sequence[float], num_marks: int) -> str:
-    """Return a short text for numbers. [Note: marks]."""
-    whole = base64.urlsafe_b64encode(_number_of(numbers).to_bytes(_WHOLE_BYTES, "big")).decode()
-    marks = [int.from_bytes(struct.pack("<d", number), "little") * _FACTOR >> _SHIFT & _MASK for number in numbers]
-    if len(marks) > num_marks:
-        side = num_marks // 2
-        rows = [sum(marks[at::side]) for at in range(side)]
-        columns = [
-            sum(chain.from_iterable(marks[at : at + side] for at in range(start * side, len(marks), side**2)))
-            for start in range(side)
-        ]
-        marks = [*rows, *columns]
-    return whole + "".join(_DIGITS[mark >> 6 & 63] + _DIGITS[mark & 63] for mark in marks)
-
-
-def find_differing(one: str, other: str, count: int, num_marks: int) -> list[int]:
-    """Return which of `count` numbers may differ between two texts; empty if the texts are equal."""
-    if one == other:
-        return []
-    cuts = [[text[at : at + 2] for at in range(_WHOLE_CHARACTERS, len(text), 2)] for text in (one, other)]
-    marks = [mine != theirs for mine, theirs in zip(*cuts, strict=False)]
-    if count <= num_marks:
-        found = [place for place, differs in enumerate(marks[:count]) if differs]
-    else:
-        side = num_marks // 2
-        found = [at for at in range(count) if marks[at % side] and marks[side + at // side % side]]
-    return found or list(range(count))
-
-
-def _number_of(values: Sequence[object]) -> int:
-    digest = hashlib.blake2b(repr(values).encode(), digest_size=_WHOLE_BYTES).digest()
-    return int.from_bytes(digest, "big")

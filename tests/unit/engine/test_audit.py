@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from lockstep.audit_facts import condense, find_differing
 from lockstep.comm import World
-from lockstep.engine.audit import Piece, condense, find_differing, windows_of
+from lockstep.engine.audit import Piece, windows_of
 from lockstep.errors import ReductionError
 from lockstep.events import StepAudited
-from lockstep.runs.audit import Difference, find_difference
+from lockstep.runs.audit_log import Difference, find_difference
 
 ALONE = World(rank=0, world_size=1, group=None)
 NUM_SHARDS = 4

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine.audit import FACTS, condense
+from lockstep.audit_facts import FACTS, condense
 from lockstep.errors import UsageError
 from lockstep.events import RunStarted, StepAudited, StepFinished
-from lockstep.runs.audit import AuditLog, chain_of_line, compare_logs, read_log
+from lockstep.runs.audit_log import AuditLog, chain_of_line, compare_logs, describe_log, read_log
 
 CONFIG = {"num_shards": 2, "accumulate": 1, "optimizer_args": {"lr": 0.1}, "keep": 2}
 
@@ -139,3 +139,11 @@ def test_two_runs_part_where_the_first_fact_differs(tmp_path: Path) -> None:
 def test_a_run_without_a_log_is_told_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="audit=true"):
         read_log(tmp_path)
+
+
+def test_a_run_says_in_a_line_whether_its_log_is_intact(tmp_path: Path) -> None:
+    assert describe_log(tmp_path) == ""
+    lines = four_steps(tmp_path)
+    assert describe_log(tmp_path) == "up to step 4, intact"
+    put(tmp_path, lines[:3] + lines[4:])
+    assert describe_log(tmp_path).startswith("up to step 4, NOT INTACT: Line 4 ")

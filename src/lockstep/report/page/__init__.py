@@ -22,6 +22,7 @@ from lockstep.errors import missing_extra
 from lockstep.report.page.measure import Forecast, forecast_steps, measure_steps
 from lockstep.report.page.run_data import RunData
 from lockstep.report.page.texts import SHARE_COLOURS, TEXTS
+from lockstep.runs.audit_log import describe_log
 from lockstep.runs.listing import NOT_MEASURED, find_differences
 from lockstep.version import VERSION
 
@@ -118,6 +119,7 @@ def _summary(runs: Sequence[RunData]) -> dict[str, list[str]]:
         "speed": [_number(run.epochs[-1].get("samples_per_second")) if run.epochs else "" for run in runs],
         "workers": ["; ".join(run.listed.workers) for run in runs],
         "digest": [run.listed.digest or "" for run in runs],
+        "audit": [describe_log(run.listed.path) for run in runs],
         "started": [run.listed.started or "" for run in runs],
         "command": [str(next(iter(run.starts), {}).get("command", "")) for run in runs],
     }

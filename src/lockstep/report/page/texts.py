@@ -11,6 +11,7 @@ TEXTS: Final = {
     "progress": ("progress", "进度"),
     "results": ("last evaluation", "最近一次评估"),
     "digest": ("digest", "digest"),
+    "audit": ("audit log", "审计日志"),
     "started": ("started", "开始时间"),
     "workers": ("workers", "worker"),
     "speed": ("samples per second", "每秒样本数"),
