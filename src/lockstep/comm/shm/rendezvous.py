@@ -162,9 +162,9 @@ def _admit_all(store: Store, layout: FileLayout, members: GroupMembers, deadline
                 socket.send_fds(connection, [_NUMBER.pack(len(hello)) + hello], [descriptor])
             except OSError:  # it has left
                 processes[rank] = processes[rank]._replace(started=_NEVER)
-        pidfds = _watch(processes, 0, undo)
+        handles = _watch(processes, 0, descriptor, undo)
         undo.pop_all()
-    return GroupHandles(descriptor=descriptor, pidfds=pidfds, pids={rank: pid for rank, (pid, _) in processes.items()})
+    return handles
 
 
 def _accept_ranks(
@@ -255,9 +255,9 @@ def _join(store: Store, rank: int, members: GroupMembers, deadline: Deadline) ->
             ended = PeerLostError(f"Rank {first} ended while the group was being made. (LS112)", rank=first)
             raise (_read_reason(store) or ended) from error
         processes = {rank: _Process(*found) for rank, found in enumerate(json.loads(hello))}
-        pidfds = _watch(processes, rank, undo)
+        handles = _watch(processes, rank, descriptor, undo)
         undo.pop_all()
-    return GroupHandles(descriptor=descriptor, pidfds=pidfds, pids={rank: pid for rank, (pid, _) in processes.items()})
+    return handles
 
 
 def _receive_file(connection: socket.socket) -> tuple[int, int]:
@@ -270,22 +270,17 @@ def _receive_file(connection: socket.socket) -> tuple[int, int]:
     raise EOFError
 
 
-def _watch(processes: Mapping[int, _Process], own: int, undo: ExitStack) -> dict[int, int]:
-    """Open a descriptor for every other process."""
+def _watch(processes: Mapping[int, _Process], own: int, descriptor: int, undo: ExitStack) -> GroupHandles:
+    """Open a descriptor for every other process; one that has ended is lost in the group's first call."""
     pidfds: dict[int, int] = {}
     for rank, process in processes.items():
         if rank != own:
             try:
                 pidfds[rank] = open_process(*process)
             except ProcessLookupError:
-                pidfds[rank] = _ended()
+                pidfds[rank] = os.eventfd(1)  # which can be read
             undo.callback(os.close, pidfds[rank])
-    return pidfds
-
-
-def _ended() -> int:
-    """Return a descriptor like that of a process that has ended."""
-    return os.eventfd(1)
+    return GroupHandles(descriptor=descriptor, pidfds=pidfds, pids={rank: pid for rank, (pid, _) in processes.items()})
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytes:
