@@ -116,6 +116,7 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(NATIVE)/shm.c
 
 $(STAMP)-bench: $(STAMP)
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(VENV)/bin/python -m pip install --quiet --no-deps --prefix build/mpich mpich
 	@touch $@
 
 $(STAMP)-docs: $(STAMP)

@@ -1,14 +1,14 @@
-"""Time of an all-reduce (float32 sums, CPU memory) under Gloo, Lockstep's own transport and OpenMPI.
+"""Time of an all-reduce (float32 sums, CPU memory) under Gloo, Lockstep's own transport, OpenMPI and MPICH.
 
     make bench-comm       or: python benchmarks/comm.py [--quick] [--markdown] [--sizes 4B,1MB] [--worlds 2,4]
                                                         [--columns gloo,shm,openmpi] [--repetitions 15] [--busy 8]
 
 All columns of a size are measured in one run. Each repetition times a short batch of calls of every column, so that
-noise affects all columns equally. OpenMPI needs processes of its own; torch's columns share processes:
+noise affects all columns equally. Each MPI needs processes of its own; torch's columns share processes:
 
-controller                                      ranks: torch's, by ls.launch; OpenMPI's, by mpirun
+controller                                      ranks: torch's, by ls.launch; those of an MPI, by its mpiexec
 ----------                                      ------
-1 start both sets, listen on a socket           connect, send set and rank
+1 start all sets, listen on a socket            connect, send set and rank
 2 a batch: one set, one column, n calls  ->     barriers, clock, n calls, clock
 3 take the slowest rank                  <-     seconds per call
 4 a batch of the next column                    block in a read of the socket, not in a spinning MPI call
@@ -54,8 +54,12 @@ COLUMNS = {
     "ring": "lockstep.comm.ring over shm",
     "ordered": "lockstep.comm.ordered over shm",
     "openmpi": "OpenMPI, mpi4py's Allreduce in place",
+    "mpich": "MPICH, the same",
 }
-BASELINES = ("gloo", "openmpi", "copy")
+MPIS = ("openmpi", "mpich")
+MPICH = Path(__file__).parents[1] / "build" / "mpich"
+"""Where it is installed, beside the environment: both have a program mpirun."""
+BASELINES = ("gloo", *MPIS, "copy")
 UNITS = {"MB": 10**6, "KB": 10**3, "B": 1}  # MB before B, because the first matching suffix is used
 SIZES = "4B,1KB,4KB,64KB,256KB,1MB,4MB,26MB,102MB,256MB"  # 26 MB: a bucket of DDP; 102 MB: a ResNet-50
 QUICK_SIZES = "4B,64KB,1MB,4MB"
@@ -146,20 +150,21 @@ def torch_pool(world: int, columns: Sequence[str]) -> Iterator[WorkerPool]:
 
 
 @contextlib.contextmanager
-def openmpi_pool(world: int) -> Iterator[WorkerPool]:
-    """Start OpenMPI's ranks."""
-    command = [
-        *(str(find_mpirun()), "--allow-run-as-root"),
-        # More processes than cores are allowed (OpenMPI then yields while it waits), and bound to none, as torch's.
-        *("--oversubscribe", "--bind-to", "none", "-n", str(world)),
-        *(sys.executable, str(Path(__file__).with_name("comm_ranks.py"))),
-    ]
+def mpi_pool(column: str, world: int) -> Iterator[WorkerPool]:
+    """Start the ranks of an MPI."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Bound to no core, as torch's.
+    if column == "mpich":
+        command = [str(MPICH / "bin" / "mpiexec"), "-bind-to", "none"]
+        variables |= {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(MPICH / "lib")}
+    else:  # more processes than cores are allowed: OpenMPI then yields while it waits
+        command = [str(find_mpirun()), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    command += ["-n", str(world), sys.executable, str(Path(__file__).with_name("comm_ranks.py")), column]
 
     def explain() -> None:
-        sys.exit(f"OpenMPI's ranks ended early; mpirun's exit code is {process.wait(LEAVE_SECONDS)}.")
+        sys.exit(f"The ranks of {column} ended early; its exit code is {process.wait(LEAVE_SECONDS)}.")
 
     with listening() as (listener, address):
-        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen([*command, address], env=variables, stdin=subprocess.DEVNULL)
         try:
             pool = WorkerPool(accept(listener, world, lambda: process.poll() is not None, explain), explain)
@@ -269,8 +274,9 @@ def why_unavailable(column: str) -> str:
         return "there is no backend shm"
     if column in ("ring", "ordered") and find_spec(f"lockstep.comm.{column}") is None:
         return f"there is no lockstep.comm.{column}"
-    if column == "openmpi" and (find_spec("mpi4py") is None or find_mpirun() is None):
-        return "there is no mpi4py, or no mpirun; make bench-comm installs both"
+    has_program = (MPICH / "bin" / "mpiexec").exists() if column == "mpich" else find_mpirun() is not None
+    if column in MPIS and not (find_spec("mpi4py") and has_program):
+        return "there is no mpi4py, or no such MPI; make bench-comm installs both"
     return ""
 
 
@@ -396,11 +402,11 @@ def main() -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(busy_processes(options.busy))
             pools: dict[str, WorkerPool] = {}
-            if torchs := [column for column in columns if column != "openmpi"]:
+            if torchs := [column for column in columns if column not in MPIS]:
                 pools |= dict.fromkeys(torchs, stack.enter_context(torch_pool(world, torchs)))
-            if "openmpi" in columns:
-                pools["openmpi"] = stack.enter_context(openmpi_pool(world))
-                versions[1:] = [pools["openmpi"].version]
+            for column in filter(columns.__contains__, MPIS):
+                pools[column] = stack.enter_context(mpi_pool(column, world))
+            versions[1:] = [pools[column].version for column in MPIS if column in pools]
             for num_bytes in options.sizes:
                 print(f"{world} ranks, {format_size(num_bytes)} ...", file=sys.stderr, flush=True)
                 rows.append(measure(pools, world, num_bytes, options.repetitions))

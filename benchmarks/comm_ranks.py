@@ -1,6 +1,7 @@
 """The ranks of comm.py: prepare a size, check it and time it, as the controller requests.
 
-torch's columns run in the processes of one `ls.launch`, OpenMPI's in processes that mpirun starts with this file.
+torch's columns run in the processes of one `ls.launch`, those of an MPI in processes that its mpiexec starts with this
+file.
 """
 
 import json
@@ -58,18 +59,18 @@ def serve_torch(place: ls.Run, address: str, columns: Sequence[str]) -> None:
     serve(address, place.rank, place.world_size, bind, partial(dist.barrier, group=gloo), "")
 
 
-def serve_openmpi(address: str) -> None:
-    """Be a rank of OpenMPI's column until the controller hangs up."""
+def serve_mpi(column: str, address: str) -> None:
+    """Be a rank of the column of an MPI until the controller hangs up."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
 
     def bind(numel: int) -> Bound:
         tensor = torch.zeros(numel)
-        return {"openmpi": (tensor, partial(world.Allreduce, MPI.IN_PLACE, tensor.numpy()))}
+        return {column: (tensor, partial(world.Allreduce, MPI.IN_PLACE, tensor.numpy()))}
 
     torch.set_num_threads(1)
-    version = MPI.Get_library_version().partition(",")[0]
+    version = " ".join(MPI.Get_library_version().partition(",")[0].partition("\n")[0].split())
     serve(address, world.rank, world.size, bind, world.Barrier, version)
 
 
@@ -131,4 +132,4 @@ def needs_shm(columns: Sequence[str]) -> bool:
 
 
 if __name__ == "__main__":
-    serve_openmpi(sys.argv[1])
+    serve_mpi(*sys.argv[1:])
