@@ -210,6 +210,22 @@ def dropout_has_another_probability_on_one_rank(rank: int, wrap: Wrap):
     return train(model, sgd(model), batches(rank))
 
 
+@mistake(r"Attribute temperature .*2.0", right=None)
+def a_temperature_differs_on_one_rank(rank: int, wrap: Wrap):
+    class Tempered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+            self.temperature = 1.0 + rank
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            scores: torch.Tensor = self.net(inputs)
+            return scores / self.temperature
+
+    model = wrap(Tempered())
+    return train(model, sgd(model), batches(rank))
+
+
 @mistake(r"Layer 1 .*ReLU", right=None)
 def an_activation_differs_on_one_rank(rank: int, wrap: Wrap):
     module = net()

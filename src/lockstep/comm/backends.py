@@ -97,14 +97,14 @@ def _set_timeout(group: ProcessGroup, timeout: timedelta) -> bool:
 def _make(options: Any, asked: Any = None) -> LockstepGroup:
     """Make the group that torch requests (collective over its ranks)."""
     report_uncaught_exceptions()
-    members = _read_members(options)
+    members, timeout = _read_members(options), _timeout_of(options)
     set_up = _read_set_up(options, members)
     backends = asked if isinstance(asked, GroupBackends) else GroupBackends(names={"cpu": "shm"})
     hosts = set_up.hosts
-    place = _NewGroup(store=options.store, rank=options.group_rank, timeout=options.timeout, members=members)
+    place = _NewGroup(store=options.store, rank=options.group_rank, timeout=timeout, members=members)
     group: LockstepGroup | NotShared | None = None
     if backends.names.get("cpu") == "shm":
-        group, hosts = make_shm_group(options.store, options.group_rank, options.timeout, members, set_up, backends)
+        group, hosts = make_shm_group(options.store, options.group_rank, timeout, members, set_up, backends)
     if isinstance(group, NotShared):
         assert hosts is not None
         if options.group_rank == 0:
@@ -139,8 +139,17 @@ def _read_set_up(options: Any, members: GroupMembers) -> GroupSetUp:
     default = dist.GroupMember.WORLD
     hosts = None if default is None else known_hosts(default)
     return GroupSetUp(
-        hosts=None if hosts is None else hosts.of_ranks(members.global_ranks), deadline=Deadline.after(options.timeout)
+        hosts=None if hosts is None else hosts.of_ranks(members.global_ranks),
+        deadline=Deadline.after(_timeout_of(options)),
     )
+
+
+def _timeout_of(options: Any) -> timedelta:
+    """Return how long calls may take: where a subgroup has torch's usual limit, no longer than in the default group."""
+    default = dist.GroupMember.WORLD
+    is_usual = options.timeout == dist.constants.default_pg_timeout
+    given: timedelta = default.timeout if is_usual and isinstance(default, LockstepGroup) else options.timeout
+    return given
 
 
 def _read_members(options: Any) -> GroupMembers:

@@ -89,6 +89,10 @@ class LockstepGroup(PythonProcessGroup):
         """Return what torch's errors show."""
         return super().__repr__() if self._close.alive else describe_destroyed(self)
 
+    @property
+    def timeout(self) -> timedelta:
+        return self._torch.timeout
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long a call may take, those of torch's backends too (local)."""
         self._peers.set_timeout(timeout)

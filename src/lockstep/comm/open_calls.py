@@ -12,6 +12,7 @@ So when the launcher announces a loss, the thread that reads the channel ends th
                                                       4 `renew`, then makes the group of the next generation
 """
 
+import logging
 import queue
 import threading
 import time
@@ -36,6 +37,8 @@ _END_SECONDS: Final = 5.0
 """How long a collective may take to end whose connections are closed: milliseconds, unless it hangs."""
 _POLL_SECONDS: Final = 0.001
 _Outcome = queue.SimpleQueue[bool | BaseException]
+
+_LOGGER = logging.getLogger("lockstep")
 
 
 class RefusedCallError(RuntimeError):
@@ -173,6 +176,15 @@ def _hold(works: list[Any], _group: object) -> None:
     while works:
         with suppress(RuntimeError):
             works.pop().wait()
+
+
+def log_not_waited_for(call: str) -> None:
+    """Say so of a call that is dropped; where nobody looks at it, a warning that is an error would be lost."""
+    _LOGGER.warning(
+        "No code has waited for %s: what it writes may have been read before it was there. Keep what the call returns, "
+        "and call wait() on it before its tensors are used; or leave async_op=True out. (LS213)",
+        call,
+    )
 
 
 def has_ended(work: Any) -> bool:

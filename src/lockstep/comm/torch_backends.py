@@ -4,6 +4,7 @@ Gloo reports a lost rank as "Connection reset by peer", and NCCL does not report
 name the rank that was lost where that is the cause, and a thread watches the calls of devices. [`lost_ranks.py`]
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 from lockstep.comm.gloo import GlooComparer, GlooSockets, connect_gloo, gloo_connected_in_time
 from lockstep.comm.hosts import GroupMembers
 from lockstep.comm.lost_ranks import ABORT_SECONDS, DeviceWatch
-from lockstep.comm.open_calls import OPEN_GROUPS, CallsUnderWay, InterruptibleWaits
+from lockstep.comm.open_calls import OPEN_GROUPS, CallsUnderWay, InterruptibleWaits, log_not_waited_for
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.stored_values import Deadline
 from lockstep.errors import GroupError
@@ -53,11 +54,12 @@ class TorchBackends:
         self._store = store
         self._rank = rank
         self._size = len(peers.global_ranks)
-        self._timeout = timeout
+        self.timeout = timeout
         self._peers = peers
         self._made: dict[str, Any] = {}
         self._sockets: list[GlooSockets] = []
         self.is_closed = False
+        self._told: set[str] = set()
         self.is_ended = False
         """Whether calls that this rank has begun were ended, or may not be made by others."""
         self.has_device = not {"gloo"}.issuperset(names.values())
@@ -105,15 +107,15 @@ class TorchBackends:
 
     def _make(self, name: str) -> Any:
         place = PrefixStore(f"inner/{name}", self._store)
-        return make_backend(name, place, self._rank, self._size, self._timeout)
+        return make_backend(name, place, self._rank, self._size, self.timeout)
 
     def _make_gloo(self, place: str, host: str = "") -> Any:
         """Make one; the loopback as `host`, for ranks of one host, works without a network or a name that resolves."""
         gloo: Any = ProcessGroupGloo  # its options are not in torch's stub
-        options: Any = self._timeout
+        options: Any = self.timeout
         if host:
             devices = [gloo.create_device(hostname=host, lazy_init=True)]
-            options = gloo_options(devices=devices, timeout=self._timeout, num_threads=1)
+            options = gloo_options(devices=devices, timeout=self.timeout, num_threads=1)
         store = PrefixStore(f"inner/{place}", self._store)
         made, sockets = connect_gloo(
             store, self._size, lambda: gloo(store, self._rank, self._size, options), self._peers.find_any_lost
@@ -155,7 +157,12 @@ class TorchBackends:
             if on_end is not None:
                 on_end()
 
-        return ExplainedWork(work, explain, self._check_or_abort, end, finish=finish)
+        return ExplainedWork(work, explain, self._check_or_abort, end, finish=finish, name=name, told=self._tell)
+
+    def _tell(self, call: str) -> None:
+        if call not in self._told:
+            self._told.add(call)
+            log_not_waited_for(call)
 
     def _check_or_abort(self) -> None:
         try:
@@ -189,7 +196,7 @@ class TorchBackends:
             self._under_way.wait_for_end([*self._made.values()])
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+        self.timeout = timeout
         for backend in self._made.values():
             backend.set_timeout(timeout)
 
@@ -246,8 +253,13 @@ class ExplainedWork(Work):
         *,
         is_on_cpu: bool = True,
         finish: Callable[[], None] | None = None,
+        name: str = "",
+        told: Callable[[str], None] = log_not_waited_for,
     ) -> None:
+        """With a `name`, `told` is called with what it is if nobody waits for it."""
         super().__init__()
+        self._name = name
+        self._told = told
         self._finish = finish
         self._is_on_cpu = is_on_cpu
         self._wait_for_message = wait_for_message
@@ -256,7 +268,13 @@ class ExplainedWork(Work):
         self._explain = explain
         self._check = check
 
+    def __del__(self) -> None:
+        if self._name and not sys.is_finalizing():
+            line = find_user_line()
+            self._told(f"{self._name}{f', which was dropped at {line}' if line else ''}")
+
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._name = ""
         try:
             done = self._wait(timeout)
             self._finish_once()
@@ -288,6 +306,7 @@ class ExplainedWork(Work):
     def is_completed(self) -> bool:
         """Return whether it is done, with or without an error."""
         done: bool = self._inner.is_completed()
+        self._name = "" if done else self._name
         return done
 
     def is_success(self) -> bool:
@@ -302,6 +321,7 @@ class ExplainedWork(Work):
 
     def synchronize(self) -> None:
         """Wait until it is done; on a GPU the current stream waits."""
+        self._name = ""
         self._inner.synchronize()
 
     def block_current_stream(self) -> None:
@@ -316,6 +336,7 @@ class ExplainedWork(Work):
 
     def get_future(self) -> Any:
         """Return a future of the tensors; on the CPU its errors are those of `wait`."""
+        self._name = ""
         future = self._inner.get_future()
         return future.then(self._deliver) if self._is_on_cpu else future
 

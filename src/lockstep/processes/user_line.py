@@ -86,7 +86,7 @@ def find_user_frame(frame: FrameType | None, is_library: Callable[[str], bool] |
 
     Only for frames of the thread that calls it: [Note: another thread's frames].
     """
-    is_library = is_library or _is_library
+    is_library = is_library or is_of_library
     while frame is not None and (is_library(frame.f_code.co_filename) or _is_start(frame)):
         frame = frame.f_back
     return frame
@@ -96,7 +96,7 @@ def end_at_user(trace: TracebackType | None) -> None:
     """Take off a traceback what the innermost line of the user's has called; nothing where there is none."""
     last = None
     while trace is not None:
-        if not _is_library(trace.tb_frame.f_code.co_filename):
+        if not is_of_library(trace.tb_frame.f_code.co_filename):
             last = trace
         trace = trace.tb_next
     if last is not None:
@@ -114,7 +114,8 @@ def _find_caller(frame: FrameType) -> FrameType | None:
 
 
 @cache
-def _is_library(file: str) -> bool:
+def is_of_library(file: str) -> bool:
+    """Whether the code in a file is not the user's."""
     return file.startswith(LIBRARIES)
 
 

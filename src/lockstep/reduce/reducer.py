@@ -183,8 +183,11 @@ class Reducer:
             self._forget_reduced()
 
     def forget(self) -> None:
-        if not self.watch.has_arrived and self.schedule.observer is not None:
-            self.schedule.observer.forget_begin()
+        if self.schedule.observer is not None:
+            if self.watch.has_arrived:
+                self.schedule.observer.end_local()
+            else:
+                self.schedule.observer.forget_begin()
         self.schedule.reset()
         self.plan.arrived = []
         self.watch.end()

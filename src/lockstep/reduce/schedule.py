@@ -408,6 +408,9 @@ class BackwardObserver(Protocol):
     def forget_begin(self) -> None:
         """Forget the last `begin`: that backward has accumulated nothing (local)."""
 
+    def end_local(self) -> None:
+        """Look at what a backward has accumulated that is not reduced (local)."""
+
     def look_at(self, bucket: Bucket) -> None:
         """Look at the gradients of this rank, which are about to be reduced (local)."""
 

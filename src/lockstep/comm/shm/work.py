@@ -18,6 +18,7 @@ holds is an error and changes nothing. A call leaves the queue when it is done, 
 """
 
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from lockstep.comm.open_calls import CallEvents
+from lockstep.comm.open_calls import CallEvents, log_not_waited_for
 from lockstep.comm.shm.arguments import check_writable
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.phases import PhaseExchange
@@ -57,8 +58,10 @@ class QueuedWork(Work):
         self._done = threading.Lock()
         self._done.acquire()
         self._is_running = False
-        self._is_done = False
+        self.is_done = False
         self._error: BaseException | None = None
+        self.name = ""
+        """The call and its line, where somebody must wait for it."""
         self._source = -1
         self._is_error_seen = False
         self._completion_lock = threading.Lock()
@@ -83,9 +86,9 @@ class QueuedWork(Work):
     def complete(self, *, source: int = -1, error: BaseException | None = None) -> None:
         """Mark it as done, with or without an error; only the first time counts."""
         with self._completion_lock:
-            if self._is_done:
+            if self.is_done:
                 return
-            self._source, self._error, self._is_done = source, error, True
+            self._source, self._error, self.is_done = source, error, True
             self._work_queue.unset_futures.extend(self._pending)
         self._action = _do_nothing  # drops what it references
         pending, self._pending = self._pending, []
@@ -99,39 +102,45 @@ class QueuedWork(Work):
         Ctrl-C ends the wait. If this thread runs the call, it ends the call too, which breaks the group; otherwise, as
         after a timeout, the call continues and the group stays usable.
         """
-        if not self._is_done:
+        if not self.is_done:
             seconds = timeout.total_seconds()
             if seconds > 0:
                 self._work_queue.start()
                 if self._done.acquire(timeout=seconds):
                     self._done.release()
-                elif not self._is_done:
+                elif not self.is_done:
                     raise CollectiveTimeoutError(f"The call is not complete after {seconds:g} s; it continues. (LS202)")
             else:
                 self._work_queue.finish(self, self._done)
+        self._is_error_seen = True
         if self._error is not None:
-            self._is_error_seen = True
             raise self._error
         return True
 
     def __del__(self) -> None:
-        """Log its error if no code has read it; a later call must not fail because of this one."""
-        if isinstance(self._error, CollectiveMismatchError) and not self._is_error_seen:
+        """Log that no code has looked at it; a later call must not fail because of this one."""
+        if self._is_error_seen or sys.is_finalizing():
+            return
+        if isinstance(self._error, CollectiveMismatchError):
             _LOGGER.error("An asynchronous call failed, and no code waited for it: %s (LS213)", self._error)
+        elif self.name and self._error is None and self.name not in self._work_queue.told:
+            self._work_queue.told.add(self.name)
+            log_not_waited_for(self.name)
 
     def is_completed(self) -> bool:
-        return self._is_done
+        self.name = "" if self.is_done else self.name  # whoever polls may know enough, but not of an error
+        return self.is_done
 
     @property
     def has_begun(self) -> bool:
-        return self._is_done or self._is_running
+        return self.is_done or self._is_running
 
     def is_success(self) -> bool:
-        self._is_error_seen = self._is_error_seen or self._is_done
-        return self._is_done and self._error is None
+        self._is_error_seen = self._is_error_seen or self.is_done
+        return self.is_done and self._error is None
 
     def exception(self) -> BaseException | None:
-        self._is_error_seen = self._is_error_seen or self._is_done
+        self._is_error_seen = self._is_error_seen or self.is_done
         return self._error
 
     def result(self) -> list[Tensor]:
@@ -155,7 +164,7 @@ class QueuedWork(Work):
         base: torch.futures.Future[None] = torch.futures.Future()
         future = base.then(self._deliver)
         with self._completion_lock:
-            if not self._is_done:
+            if not self.is_done:
                 self._pending.append(base)
                 self._work_queue.start()
                 return future
@@ -176,6 +185,8 @@ class WorkQueue:
         self._name = name
         self._run_lock = threading.RLock()  # but no thread takes it twice
         self._queue: deque[QueuedWork] = deque()
+        self.told: set[str] = set()
+        """Of which calls was said that nobody waits for them."""
         self.unset_futures: deque[torch.futures.Future[None]] = deque()
         """Futures of calls that are done, to be completed after the lock is released."""
         self._wake = threading.Semaphore(0)
@@ -209,7 +220,7 @@ class WorkQueue:
         self.submit(call, soon=False)
         call.wait()
 
-    def put(self, action: Callable[[], int | None], tensors: Sequence[Tensor]) -> Work:
+    def put(self, action: Callable[[], int | None], tensors: Sequence[Tensor]) -> QueuedWork:
         """Queue `action`, to be run in order whether or not a thread waits for it."""
         call = QueuedWork(action, tensors, self)
         self.submit(call, soon=True)
@@ -239,12 +250,12 @@ class WorkQueue:
             return has_lock
 
         try:
-            if not call.is_completed() and self._try_lock(run_if):
+            if not call.is_done and self._try_lock(run_if):
                 self._complete_futures()
         finally:
             if self._queue or self.unset_futures:
                 self.start()
-        while not call.is_completed():
+        while not call.is_done:
             if done.acquire(timeout=_RECHECK_SECONDS):
                 done.release()
             else:
@@ -261,7 +272,7 @@ class WorkQueue:
 
     @property
     def is_idle(self) -> bool:
-        return all(call.is_completed() for call in list(self._queue))
+        return all(call.is_done for call in list(self._queue))
 
     def complete_futures_now(self) -> None:
         """Complete the futures of a call that another call completed, whose thread may stay busy for long."""
@@ -383,7 +394,9 @@ class CallRunner:
         caller = find_user_line() if is_async else threading.get_ident()
         guarded = self._events.take_number(), caller, call, tensors, action, arguments
         if is_async:
-            return self.work_queue.put(partial(self._run, *guarded), tensors)
+            work = self.work_queue.put(partial(self._run, *guarded), tensors)
+            work.name = f"{call.decode()} at {caller}" if caller and tensors else ""
+            return work
         self.work_queue.run(self._run, tensors, guarded)
         return None
 

@@ -30,6 +30,7 @@ from lockstep.parallel.comparison.forwards import ForwardState, Parts, describe_
 from lockstep.parallel.comparison.optimizers import listen_to_steps
 from lockstep.parallel.comparison.order import ModelOrder, compare_values, models_over
 from lockstep.parallel.comparison.updates import WatchedSteps
+from lockstep.parallel.comparison.values import LocalGradients
 from lockstep.reduce import GroupStatus, RankStatus, Reducer, TrainedModel
 from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.status import COMPARISON_LIMIT
@@ -92,6 +93,7 @@ class RankComparison:
             self.forwards,
             self._state,
             steps.gradients,
+            LocalGradients(self._reducer, may_read=may_read),
             positions,
             steps.finite,
             UnevenBatchWarning(),
@@ -174,6 +176,10 @@ class RankComparison:
         for forget in self._forgets:
             forget()
 
+    def end_local(self) -> None:
+        for end in self._local_ends:
+            end()
+
     def look_at(self, bucket: Bucket) -> None:
         for look_at in self._looks:
             look_at(bucket)
@@ -223,9 +229,9 @@ class RankComparison:
         for check in self.checks:
             check.is_compared = check.scope in self._scopes and not self._is_joining
         # At most moments of a step most checks do nothing.
-        self._begins, self._forgets, self._looks, self._fills, self._resets = (
+        self._begins, self._forgets, self._local_ends, self._looks, self._fills, self._resets = (
             [getattr(each, name) for each in self.checks if getattr(type(each), name) is not getattr(Check, name)]
-            for name in ("begin", "forget_begin", "look_at", "fill_in", "reset")
+            for name in ("begin", "forget_begin", "end_local", "look_at", "fill_in", "reset")
         )
 
     def _know_parameters(self) -> None:

@@ -1,6 +1,7 @@
 """A rank check: something that the ranks of a wrapper do or have alike, in one backward after the other.
 
     backward begins     `begin`       what is there already; `forget_begin` if that backward accumulated nothing
+    backward ends       `end_local`   what it has accumulated, where nothing is reduced
     before a message    `look_at`     gradients of this rank alone
     before the status   `fill_in`     fields of the status that are the check's own
                         `number`      one number for what must be the same on all ranks
@@ -70,6 +71,9 @@ class Check:
 
     def forget_begin(self) -> None:
         """Forget the last `begin`: that backward has accumulated nothing."""
+
+    def end_local(self) -> None:
+        """Look at what a backward has accumulated that is not reduced."""
 
     def look_at(self, bucket: Bucket) -> None:
         """Look at the gradients of this rank, which are about to be reduced."""

@@ -7,8 +7,9 @@ backward.
 
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Final, final
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.comm import World
 from lockstep.errors import LockstepError, ReductionError, counted
+from lockstep.held_objects import names_in_code
 from lockstep.parallel.comparison.check import (
     SWITCH,
     Check,
@@ -25,15 +27,24 @@ from lockstep.parallel.comparison.check import (
     others_than_first,
     warn_once,
 )
-from lockstep.processes.user_line import NO_LINE, CodeLine, user_line
+from lockstep.processes.user_line import NO_LINE, CodeLine, is_of_library, user_line
 from lockstep.reduce import RankStatus, TrainedModel
 from lockstep.reduce.tensor_bits import sum_of_bits
 
 _OF_THE_RANK = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+|(?<=[xn]pu:)\d+")
 """What differs between ranks that are alike: an address, as functions have it when they are printed; a device."""
+_MEANT = re.compile(r"rank|device|local|gpu|worker|seed|host|pid|port|time|index|idx|shard|part|main|master|(\b|_)id$")
+"""In the names of numbers that belong to a rank."""
 _REMEDIES: Final = {
     "Layer": (
         ". If that is not meant, build the model with the same options on every rank. (LS320)",
+        "If that is meant",
+    ),
+    "Attribute": (
+        (
+            ", and its methods use it, so each rank computes something else. Set it alike on every rank; a tensor that "
+            "all are to share belongs in a buffer (register_buffer), of which rank 0's is sent. (LS320)"
+        ),
         "If that is meant",
     ),
     "Buffer": (
@@ -172,16 +183,17 @@ class ForwardState(Check):
 
 
 def describe_parts(model: TrainedModel, *, with_buffers: bool) -> Parts:
-    """Return what may differ between ranks, which is warned of: layers, and buffers that nobody sends (local)."""
+    """Return what may differ between ranks, which is warned of: layers, attributes, buffers nobody sends (local)."""
     root = model.module
     return {
         "Layer": {name: _describe(layer) for name, layer in (() if root is None else root.named_modules())},
+        "Attribute": {} if root is None else dict(_describe_attributes(root)),
         "Buffer": {name: _describe_buffer(buffer) for name, buffer in model.buffers() if with_buffers},
     }
 
 
 def warn_of_unlike_parts(own: Parts, world: World) -> None:
-    """Warn, on every rank, of the first layer and the first buffer that are not the same on all ranks (collective)."""
+    """Warn, on every rank, of the first part of each kind that is not the same on all ranks (collective)."""
     expected, *others = world.gather_objects(own)
     for kind, (remedy, if_meant) in _REMEDIES.items():
         for rank, found in enumerate(others, start=1):
@@ -195,6 +207,22 @@ def warn_of_unlike_parts(own: Parts, world: World) -> None:
                     if_meant=if_meant,
                 )
                 break
+
+
+def _describe_attributes(root: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the numbers and tensors that layers hold besides parameters and buffers, where code of theirs uses them."""
+    for path, layer in root.named_modules():
+        members = [member for kind in type(layer).__mro__ for member in vars(kind).items()]
+        code = [getattr(member, "__code__", None) for name, member in members if name != "__init__"]
+        used = set(
+            chain.from_iterable(names_in_code(each) for each in code if each and not is_of_library(each.co_filename))
+        )
+        for name in sorted(used & vars(layer).keys()):
+            value = vars(layer)[name]
+            if type(value) in {int, float} and not _MEANT.search(name):
+                yield f"{path}.{name}".lstrip("."), repr(value)
+            elif type(value) is Tensor:
+                yield f"{path}.{name}".lstrip("."), _describe_buffer(value.detach())
 
 
 def _describe_buffer(buffer: Tensor) -> str:

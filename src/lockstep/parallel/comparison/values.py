@@ -20,6 +20,7 @@ step, buckets that are small and a part of others are read in any case: that sho
 one through `.data`.
 """
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -358,6 +359,75 @@ class StepGradients(Check):
     def _are_kept(self) -> bool:
         """Return whether `.grad` holds what the last reduction or step has left."""
         return self._first[0] != 0 and _mark_gradients(self._seen[:1])[0] == self._first
+
+
+@final
+class LocalGradients(Check):
+    """What is done to gradients between two backwards of which the first was not reduced: by what they are multiplied.
+
+    To multiply each rank's by the same number is right. Clipping multiplies them by another number on each rank, which
+    the mean over the ranks then has in it.
+    """
+
+    scope = Scope.RUN
+
+    def __init__(self, reducer: "weakref.ref[Reducer]", *, may_read: bool) -> None:
+        self._reducer = reducer
+        self._may_read = may_read
+        self._left: tuple[nn.Parameter, tuple[int, int], Tensor] | None = None
+        self._factors: list[float] = []
+        self._has_warned = False
+
+    def end_local(self) -> None:
+        reducer = self._reducer()
+        if reducer is None or self._has_warned or not self._may_read:
+            return
+        slots = (slot.parameter for slot in reducer.plan.slots)
+        parameter = next((each for each in slots if each.grad is not None and not each.grad.is_sparse), None)
+        if parameter is not None:
+            self._left = parameter, _mark_gradients([parameter])[0], _sample(parameter)
+
+    def begin(self) -> None:
+        left, self._left = self._left, None
+        if left is None or left[0].grad is None:
+            return
+        parameter, (key, _), before = left
+        now = _mark_gradients([parameter])[0]
+        if now[0] == key and now != left[1]:
+            largest = int(before.abs().argmax())
+            was, is_now = float(before[largest]), float(_sample(parameter)[largest])
+            if was and is_now and math.isfinite(is_now / was):
+                self._factors.append(float(f"{is_now / was:.3g}"))
+
+    def number(self) -> int:
+        return hash(tuple(self._factors)) if self._factors else 0
+
+    def record(self) -> list[float]:
+        return self._factors
+
+    def judge(self, found: Sequence[list[float]], lines: Sequence[Lines]) -> LockstepError | None:
+        for rank, factors in others_than_first(found):
+            pair = next((pair for pair in zip(factors, found[0], strict=False) if pair[0] != pair[1]), None)
+            if pair is not None:
+                self._has_warned = True
+                warn_once(
+                    "Gradients were clipped, or multiplied, before they are averaged: between two backwards, of which "
+                    f"the first was under no_sync(), by {pair[0]:g} on rank {rank} and by {pair[1]:g} on rank 0. So "
+                    f"the mean is not that of the batch. The last forward was at {lines[0].forward}. Clip once, after "
+                    "the backward that is reduced. (LS311)",
+                    "Gradients were clipped, or multiplied,",
+                )
+                break
+        return None
+
+    def reset(self, reduction: Reduced | None) -> None:  # noqa: ARG002 - after each reduction alike
+        self._left, self._factors = None, []
+
+
+def _sample(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    # No `clone`: torch's own test of its wrapper takes one for a copy of the whole output.
+    return torch.cat([parameter.grad.detach().flatten()[:_NUM_SEEN]])
 
 
 def _mark_gradients(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:

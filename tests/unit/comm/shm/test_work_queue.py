@@ -364,3 +364,21 @@ def test_a_mismatch_that_no_caller_waits_for_is_logged(
         assert call.wait()
         wait_until(lambda: len(caplog.records) == num_records)
     assert all("no code waited for it: they differ" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("ask", [None, QueuedWork.wait, QueuedWork.get_future, QueuedWork.is_completed])
+def test_a_call_that_nobody_waits_for_is_logged_once(
+    queue: WorkQueue, caplog: pytest.LogCaptureFixture, ask: Callable[[QueuedWork], Any] | None
+) -> None:
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        for _ in range(2):
+            call = queue.put(lambda: None, [ONE])
+            call.name = "all_reduce(sum, float32 [1]) at train.py:7"
+            assert queue.put(lambda: None, [ONE]).wait()
+            if ask is not None:
+                ask(call)
+            last = queue.put(lambda: None, [ONE])
+            del call
+            assert last.wait()
+    expected = [] if ask is not None else ["No code has waited for all_reduce(sum, float32 [1]) at train.py:7: "]
+    assert [text[: len(each)] for text, each in zip(caplog.messages, expected, strict=True)] == expected

@@ -1,6 +1,7 @@
 """What the ranks of a wrapper find when they differ; ranks are threads, and a script is a few lines."""
 
 import gc
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -194,6 +195,60 @@ def test_layers_that_were_made_with_other_options_are_a_warning_on_all_ranks() -
     with pytest.warns(UserWarning, match=r"Layer 1 .* Dropout\(p=0.5.*\) on rank 1 and Dropout\(p=0.1") as warned:
         run_ranks(2, has_another_dropout, has_default_group=True)
     assert len(warned) == 2
+
+
+class Scaled(nn.Module):
+    """Has numbers and a tensor that are no parameters."""
+
+    def __init__(self, rank: int, of_rank: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.scale = 2.0 if rank and of_rank == "scale" else 1.0
+        self.shift = torch.full((2,), float(rank) if of_rank == "shift" else 0.0)
+        self.rank = rank
+        self.began = 1.5 * rank  # which no method reads
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs) * self.scale + self.shift + 0 * self.rank
+
+
+@pytest.mark.parametrize("of_rank", ["scale", "shift", "nothing"])
+def test_numbers_and_tensors_of_the_forward_that_differ_are_a_warning(of_rank: str) -> None:
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        run_ranks(
+            2,
+            lambda world: ls.DistributedDataParallel(Scaled(world.rank, of_rank))._sync.close(),
+            has_default_group=True,
+        )
+    found = [str(each.message) for each in warned]
+    assert [text.startswith(f"Attribute {of_rank} of the wrapped model is") for text in found] == [True] * len(found)
+    assert len(found) == (0 if of_rank == "nothing" else 2)
+
+
+def accumulates(loop: Loop, change: Callable[[], object]) -> None:
+    for loop.step in range(2 * NUM_STEPS):
+        if loop.step % 2 == 0:
+            loop.optimizer.zero_grad()
+            with loop.model.no_sync():
+                loop.model(rows(loop.rank, loop.step)).square().mean().backward()
+            change()
+        else:
+            loop.model(rows(loop.rank, loop.step)).square().mean().backward()
+            loop.optimizer.step()
+
+
+def test_gradients_that_are_clipped_before_they_are_averaged_are_a_warning() -> None:
+    found = run(lambda loop: accumulates(loop, lambda: nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3)))
+    assert len(found) == 2
+    assert all(re.match("Gradients were clipped, .* on rank 1 and by .* on rank 0.*LS311", text) for text in found)
+
+
+def test_gradients_may_be_multiplied_alike_before_they_are_averaged() -> None:
+    def halve(loop: Loop) -> None:
+        for parameter in loop.model.parameters():
+            parameter.grad.mul_(0.5)
+
+    assert not any(run(lambda loop: accumulates(loop, lambda: halve(loop))))
 
 
 def writes_under_our_ring(loop: Loop) -> None:
