@@ -7,7 +7,8 @@ import, so each entry point (a launch, the making of a group, the start of a rec
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -28,6 +29,11 @@ LAUNCHER_VARIABLES = (
     *("SLURM_STEP_NUM_TASKS", "SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_TASK"),
     "SLURM_STEP_RESV_PORTS",
+)
+
+_PLACE_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
 )
 
 RECORDED_PREFIXES = (
@@ -294,6 +300,22 @@ def write_place(rank: int, world_size: int) -> None:
     """Set the variables that hold the place of a worker of `ls.launch`, all on this host, for code that reads them."""
     os.environ["RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+
+
+@contextmanager
+def rank_variables_raised() -> Iterator[None]:
+    """Let the variables that say a rank, or how many ranks there are, say one more within the block (local)."""
+    before = {name: os.environ.get(name) for name in _PLACE_VARIABLES}
+    os.environ.update({name: str(int(text) + 1) for name, text in before.items() if text and text.isdecimal()})
+    if before["WORLD_SIZE"] is None:
+        os.environ.update(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    try:
+        yield
+    finally:
+        for name, text in before.items():
+            os.environ.pop(name, None)
+            if text is not None:
+                os.environ[name] = text
 
 
 def set_gloo_interface(name: str) -> None:

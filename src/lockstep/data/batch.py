@@ -108,6 +108,8 @@ class ShardedBatch:
     load_again: "Callable[[Sequence[int], int], Any] | None" = field(repr=False, default=None)
     """Loads and collates samples of the global batch by their places in it, with the random states that they have so
     many epochs later (local); None of a stream: it is read."""
+    load_shard: "Callable[[int, int], Any] | None" = field(repr=False, default=None)
+    """Loads a shard's slice, whoever's it is, in the same way; None where what collates records may write to them."""
 
     @property
     def identity(self) -> int:

@@ -275,6 +275,9 @@ class Records(SliceKeys, Sequence[int]):
     def first(self, number: int) -> "Records":
         return Records(self.run, self._first, min(self._first + number, self._last), self._seed)
 
+    def later(self, epochs: int) -> "Records":
+        return Records(self.run, self._first, self._last, self._seed + epochs)
+
     def _sources(self) -> list[tuple[int, int]]:
         return self.run.find_sources()[self._first : self._last]
 

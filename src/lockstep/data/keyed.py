@@ -164,6 +164,10 @@ class SliceKeys(ABC):
         """Return the keys of the first samples, so many."""
 
     @abstractmethod
+    def later(self, epochs: int) -> "SliceKeys":
+        """Return the keys of the same samples in random states of their own, for so many epochs later."""
+
+    @abstractmethod
     def items(self) -> Sequence[Any]:
         """Return what the data set is indexed with for each sample: numbers; of a stream the records, in a new list."""
 
@@ -195,6 +199,9 @@ class DrawKeys(SliceKeys):
 
     def first(self, number: int) -> "DrawKeys":
         return replace(self, draws=self.draws[:number])
+
+    def later(self, epochs: int) -> "DrawKeys":
+        return replace(self, epoch=self.epoch + epochs)
 
     def items(self) -> Sequence[int]:
         if max(self.draws, default=0) < self.num_samples:

@@ -145,6 +145,7 @@ class ShardedLoader:
             keeps_processes=persistent_workers,
             pin_memory=pin_memory,
         )
+        self._may_write_records = stream is not None and stream.transform is None and self._has_own_collate
         self._bookmark: Mapping[str, Any] = {}
         self._present: tuple[EpochSamples, Sequence[SliceKeys]] | None = None
 
@@ -292,6 +293,7 @@ class ShardedLoader:
                         # With its draws: a prefetcher of the user's is at a later step when the batch is cut anew.
                         recut=_last(partial(self._recut, samples, slices), recorder.end, event),
                         load_again=self._loading_again(slices),
+                        load_shard=None if self._may_write_records else partial(self._load_shard, slices),
                     )
                     samples.drop(step)
                     step += 1
@@ -342,6 +344,9 @@ class ShardedLoader:
             return _check_slice(self._loading.load(keys))
 
         return load
+
+    def _load_shard(self, cut: Sequence[SliceKeys], shard: int, epochs_later: int) -> Any:
+        return _check_slice(self._loading.load(cut[shard].later(epochs_later)))
 
     def _number_data(self) -> int:
         self._content = slice_number([_check_slice(self._loading.load(keys)) for keys in self._keys_to_compare()])

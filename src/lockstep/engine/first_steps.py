@@ -5,8 +5,9 @@
     then             shard 0, its own      shard 4, its own      shard 8, its own
 
 The samples of both are loaded again, in this process. So each of these shards is computed by two workers, after another
-shard and after none. What differs is told once, by rank 0: training is not wrong for it, but its bits depend on the
-number of workers. A worker alone computes its first shard twice.
+shard and after none. Its own shard is computed twice more: as if numbers that the shards count up had counted far more,
+and as if this were another process of another job (`processes/other_process.py`), so a worker alone sees most of it
+too. What differs is told once, by rank 0: training is not wrong for it, but its bits depend on the number of workers.
 
 Nothing is compared where the user's code cannot be called again: it raises, or makes collective calls, or uses up an
 iterator. The very first step is left to the checks within it (`side_effects.py`, `parameters.py`), which know the name
@@ -15,13 +16,19 @@ of what was written; what they have told is not looked for.
 `verify`, which the user calls, does so with all shards of a step on every worker, in two orders.
 """
 
+import struct
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Final, final
 
+from torch import nn
+
+from lockstep.comm import World
 from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.data import ShardedBatch, ShardedLoader, Slice
 from lockstep.data.contents import slice_number
@@ -32,10 +39,12 @@ from lockstep.engine.shard_runs import RandomStates, ShardRuns
 from lockstep.engine.side_effects import LeftState
 from lockstep.engine.step_table import Column, CurrentStep, Rows, StepPart
 from lockstep.errors import GroupError, LossError
+from lockstep.processes.other_process import DIFFERENCES, as_another_process
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce.model import describe_options
 from lockstep.reduce.tensor_bits import sum_of_bits
 
+_SWITCH: Final = "verify_steps=0, in a config first_steps_verified: 0, does not look."
 _PURPOSE: Final = "verifying the first steps"
 _DEPENDS: Final = "The result depends on who runs which shard"
 _REMEDY: Final = (
@@ -65,8 +74,7 @@ _NOTHING: Final = SeenShards(trained={}, loaded={}, bits={})
 class FirstSteps(StepPart):
     def __init__(self, runs: ShardRuns) -> None:
         self._runs = runs
-        can_differ = runs.arguments.deterministic and runs.state.num_shards > 1
-        self._limit = runs.arguments.verify_steps if can_differ else 0
+        self._limit = runs.state.num_verified
         self._seen: SeenShards | None = None
         self._has_looked = Column(int, lambda _: int(self._seen is not None))
         self.columns = (self._has_looked,)
@@ -96,8 +104,7 @@ class FirstSteps(StepPart):
         self._limit = 0
         if self._runs.world.rank == 0:
             warnings.warn(
-                f"{_DEPENDS}, at {step.place}: {problem}. {_REMEDY} verify_steps=0, in a config "
-                "first_steps_verified: 0, does not look. (LS518)",
+                f"{_DEPENDS}, at {step.place}: {problem}. {_REMEDY} {_SWITCH} (LS518)",
                 stacklevel=stacklevel_of_user(),
             )
 
@@ -107,12 +114,12 @@ class FirstSteps(StepPart):
         left = LeftState(state.model, state.plan.losses)
         gradients = [(each, each.grad) for each in state.model.parameters()]
         has_told = any(each.has_told for each in state.watches.values())
-        if not batch.slices or batch.load_again is None or left.has_iterators or has_told:
+        if not batch.slices or batch.load_shard is None or left.has_iterators or has_told:
             return _NOTHING
         try:
             state.model.zero_grad(set_to_none=True)
             with OPEN_GROUPS.refused(), warnings.catch_warnings(action="ignore"):
-                return self._compute(batch, step.update, batch.load_again)
+                return self._compute(batch, step.update, batch.load_shard)
         except GroupError:
             raise
         except Exception:  # noqa: BLE001 - of the user's code, or memory has run out
@@ -122,16 +129,16 @@ class FirstSteps(StepPart):
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
-    def _compute(
-        self, batch: ShardedBatch, update: UpdateSpec, load_again: Callable[[Sequence[int], int], Any]
-    ) -> SeenShards:
+    def _compute(self, batch: ShardedBatch, update: UpdateSpec, load_shard: Callable[[int, int], Any]) -> SeenShards:
         def load(shard: int, epochs_later: int = 0) -> Slice:
-            first, length = sum(batch.lengths[:shard]), batch.lengths[shard]
-            data = load_again(range(first, first + length), epochs_later)
-            return Slice(shard=shard, num_samples=length, data=data)
+            return Slice(shard=shard, num_samples=batch.lengths[shard], data=load_shard(shard, epochs_later))
+
+        def is_other() -> bool:
+            part = load(shard)
+            return slice_number(part.data) != loaded[shard] or compute([part]) != {shard: bits[shard]}
 
         own, optimizer = batch.slices[0], self._runs.state.optimizer
-        shard, other = own.shard, self._other_shard(batch)
+        shard, other = own.shard, next_shard(batch)
         if other not in {part.shard for part in batch.slices}:
             load(other, 1)  # a data set that keeps what it has drawn gives that again, and other workers another value
         parts = {each: load(each) for each in (other, shard)}
@@ -139,22 +146,28 @@ class FirstSteps(StepPart):
         loaded = {each: slice_number(part.data) for each, part in parts.items()}
         if trained[shard] != loaded[shard]:  # what is computed of them differs too
             return SeenShards(trained=trained, loaded=loaded, bits={})
+        compute = partial(_compute_shards, self._runs, batch, updates=[update])
         options, problem = describe_options(optimizer), ""
-        before = _compute_shards(self._runs, batch, [load(shard)], [update]) if len(batch.ranges) == 1 else {}
-        bits = _compute_shards(self._runs, batch, list(parts.values()), [update])
+        before = compute([load(shard)]) if len(batch.ranges) == 1 else {}
+        left = LeftState(self._runs.state.model, self._runs.state.plan.losses)
+        bits = compute(list(parts.values()))
         if slice_number(load(shard).data) != loaded[shard]:
             problem = f"the data set gives other data for the samples of shard {shard} after a forward"
         elif before.get(shard, bits[shard]) != bits[shard]:
             problem = f"shard {shard} has another loss, or gradient, when shard {other} is run before it"
         elif describe_options(optimizer) != options:
             problem = "the forward or the loss has changed the options of the optimizer"
+        else:
+            # Last: what is made when it is first needed was made in the process and at the time that there are.
+            problem = _find_dependence(left, is_other, f"shard {shard}")
         return SeenShards(trained=trained, loaded=loaded, bits=bits, problem=problem)
 
-    def _other_shard(self, batch: ShardedBatch) -> int:
-        """Return the first shard of the next worker, or the last one of a worker alone."""
-        following = batch.ranges[(self._runs.world.rank + 1) % len(batch.ranges)]
-        is_there = len(batch.ranges) > 1 and following.start < len(batch.lengths)
-        return following.start if is_there else batch.slices[-1].shard
+
+def next_shard(batch: ShardedBatch) -> int:
+    """Return the first shard of the next worker, or the last one of a worker alone."""
+    following = batch.ranges[(batch.world.rank + 1) % len(batch.ranges)]
+    is_there = len(batch.ranges) > 1 and following.start < len(batch.lengths)
+    return following.start if is_there else batch.slices[-1].shard
 
 
 def verify(
@@ -210,6 +223,94 @@ def _check_step(runs: ShardRuns, mine: ShardedBatch, whole: ShardedBatch) -> Non
             f"{_DEPENDS}, at {name_step(mine.cursor)}: {problem}. {_REMEDY} Everything that a trainer saves was put "
             "back. (LS518)"
         )
+
+
+def _find_dependence(left: LeftState, is_other: Callable[[], bool], what: str) -> str:
+    """Return on what a result depends that another worker has otherwise; `left` is the state before it was computed."""
+    with suppress(Exception), left.far_ahead() as names:
+        if names and is_other():
+            return f"{what} has another result after many shards, by what {names[0]} has counted"
+    with suppress(Exception):
+        with as_another_process():
+            is_dependent = is_other()
+        if is_dependent:
+            kinds = [kind for kind in DIFFERENCES if _is_other_with(kind, is_other)]
+            return f"{what} has another result in a process with another {' or '.join(kinds or DIFFERENCES)}"
+    return ""
+
+
+def _is_other_with(difference: str, is_other: Callable[[], bool]) -> bool:
+    with suppress(Exception), as_another_process({difference}):
+        return is_other()
+    return False
+
+
+@final
+class FirstEvaluation:
+    """Calls a metric for slices, and each worker's first one once more: after all others, after another, elsewhere."""
+
+    def __init__(self, model: nn.Module, metric: Any, calls: Callable[[ShardedBatch, Slice], Any]) -> None:
+        self._model, self._metric, self._calls = model, metric, calls
+        self._before: LeftState | None = None
+        self._first: tuple[ShardedBatch, Slice, Any] | None = None
+
+    def __call__(self, batch: ShardedBatch, part: Slice) -> Any:
+        if self._first is not None:
+            return self._calls(batch, part)
+        self._before = LeftState(self._model, [self._metric])
+        found = self._calls(batch, part)
+        self._first = batch, part, found
+        return found
+
+    def verify(self, world: World) -> bool:
+        """Compare what the workers get; return whether that was told (collective)."""
+        found = gather_results(world, self._look, "Trainer.evaluate")
+        problem = next((each.problem for each in found if each.problem), "") or _find_problem(found, ["the metric"])
+        if problem and world.rank == 0:
+            warnings.warn(
+                f"The evaluation depends on who runs which shard: {problem}. A metric gets its sums from its slice "
+                f"alone: let it return them, and remember nothing that it uses. {_SWITCH} (LS518)",
+                stacklevel=stacklevel_of_user(),
+            )
+        return bool(problem)
+
+    def _look(self) -> SeenShards:
+        if self._first is None or self._before is None or self._before.has_iterators:
+            return _NOTHING
+        (batch, part, found), before = self._first, self._before
+        after = LeftState(self._model, [self._metric])
+        try:
+            with OPEN_GROUPS.refused(), warnings.catch_warnings(action="ignore"):
+                return self._compute(before, batch, part, _numbers_of(found))
+        except GroupError:
+            raise
+        except Exception:  # noqa: BLE001 - of the user's code, which cannot be called again
+            return _NOTHING
+        finally:
+            after.put_back()
+
+    def _compute(self, before: LeftState, batch: ShardedBatch, part: Slice, numbers: list[int]) -> SeenShards:
+        def compute(each: Slice) -> list[int]:
+            return _numbers_of(self._calls(batch, each))
+
+        what, other, problem = f"shard {part.shard}", next_shard(batch), ""
+        has_changed = compute(part) != numbers
+        names = [name for each in before.changes() for name in each]
+        before.put_back()
+        data = batch.load_shard(other, 0) if batch.load_shard is not None else None
+        theirs = compute(Slice(shard=other, num_samples=batch.lengths[other], data=data)) if data is not None else []
+        if has_changed or compute(part) != numbers:
+            problem = f"{what} has another value after others{f', by what {names[0]} keeps' if names else ''}"
+        else:
+            problem = _find_dependence(before, lambda: compute(part) != numbers, what)
+        seen = {part.shard: numbers, **({other: theirs} if theirs else {})}
+        return SeenShards(trained={part.shard: 0}, loaded={}, bits=seen, problem=problem)
+
+
+def _numbers_of(found: Any) -> list[int]:
+    values = found if isinstance(found, Mapping) else {"metric": found}
+    numbers = [float(number) for name in sorted(values) for number in values[name]]
+    return [zlib.crc32(struct.pack(f"{len(numbers)}d", *numbers))]
 
 
 def _compute_shards(

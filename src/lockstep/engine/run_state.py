@@ -57,6 +57,8 @@ class Findings:
     """The steps in which the contents of all parameters were compared. [Note: parameters that are written]."""
     num_steps_begun: int = 0
     """Of those in which it is looked at. [`first_steps.py`]"""
+    num_evaluations: int = 0
+    """Likewise of those that are verified."""
     counts_are_enough: dict[tuple[str, ...], bool] = field(default_factory=dict)
     """By the optimizers of an update. [Note: what an optimizer has written]."""
 
@@ -80,6 +82,8 @@ class RunState:
         self.precision = None if arguments.precision == "float32" else getattr(torch, arguments.precision)
         self.num_shards = int(arguments.num_shards)
         self.seed = int(arguments.seed)
+        can_differ = arguments.deterministic and self.num_shards > 1
+        self.num_verified = arguments.verify_steps if can_differ else 0
         self.cursor = Cursor()
         self.global_step = 0
         self.device: torch.device = next(each.device for each in self.model.parameters() if each.requires_grad)

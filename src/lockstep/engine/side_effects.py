@@ -16,7 +16,8 @@ import types
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -34,6 +35,9 @@ _PLAIN = (bool, int, float, complex, str, bytes)
 _NUM_IDENTIFIED = 1 << 14
 """The most items of a container that are told apart, the last ones."""
 _SEQUENCE_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
+_COUNTED = (int, float)
+_FAR = 10_007
+"""More shards, or samples, than the first steps have; no multiple of what anybody counts in."""
 _MAX_BYTES = 1 << 22
 """Of a larger array of NumPy only the identity is seen, and a larger tensor is not put back."""
 
@@ -79,6 +83,7 @@ class LeftState:
     """What modules, hooks and loss functions hold at a moment, besides parameters, buffers and generators."""
 
     def __init__(self, model: nn.Module, functions: Sequence[Any]) -> None:
+        self._model, self._functions = model, functions
         roots = [*model.named_modules(), *((_title(each), each) for each in functions)]
         self._walk = Walk(roots, only_users=True)  # others may not bear to be put back
         self._seen = self._look(copies=True)
@@ -108,6 +113,19 @@ class LeftState:
                 before.put_back()
             elif after is not None and isinstance(after.held.holder, dict) and id(after.held.holder) in self._known:
                 after.held.holder.pop(after.held.key, None)
+
+    @contextmanager
+    def far_ahead(self) -> Iterator[list[str]]:
+        """Let numbers that are others now be far larger, and lists that have grown far longer, within the block.
+
+        So what code does after many shards is seen after a few. Yields the names of what is.
+        """
+        pairs = [(before, after) for before, after in self._others() if before is not None and after is not None]
+        now = LeftState(self._model, self._functions)
+        try:
+            yield [_name_of(after.held) for before, after in pairs if _put_ahead(before, after)]
+        finally:
+            now.put_back()
 
     def _others(self) -> list[tuple[_SeenValue | None, _SeenValue | None]]:
         """Return what is another now, or was not there, or is no longer."""
@@ -223,6 +241,27 @@ def _warn(names: Sequence[str], *, matters: bool) -> None:
         "loss function that counts steps gets them as place: loss(model, batch, place). (LS518)",
         stacklevel=stacklevel_of_user(),
     )
+
+
+def _put_ahead(before: _SeenValue, after: _SeenValue) -> bool:
+    """Make a number, or those in a container, larger where it is another one, and a list longer; return whether."""
+    value, copy = after.held.value, before.copy
+    if type(value) in _COUNTED:
+        if type(before.held.value) is type(value):
+            set_again(after.held, value + _FAR)
+        return type(before.held.value) is type(value)
+    is_list = type(value) is list and type(copy) is list
+    if not is_list and not (isinstance(value, dict) and isinstance(copy, dict)):
+        return False
+    items = list(enumerate(value)) if is_list else list(value.items())
+    old = dict(enumerate(copy)) if is_list else copy
+    counted = [key for key, item in items if type(item) in _COUNTED and old.get(key, item) != item]
+    for key in counted:
+        value[key] += _FAR
+    has_grown = is_list and len(value) > len(copy)
+    if has_grown:
+        value.extend([value[-1]] * _FAR)
+    return has_grown or bool(counted)
 
 
 def _cannot_go_back(seen: _SeenValue) -> bool:

@@ -98,8 +98,9 @@ class Trainer:
             parts, in evaluation mode: another loss raises an error. False: whatever it is, a step has the mean of its
             shards' losses, and another gradient with another `num_shards`.
         verify_steps: In how many steps after the first one, of a resumed run too, a shard of each worker is computed
-            once more, by another worker and after another shard, from samples that are loaded again. What differs is
-            warned of. Not for streams, nor with `deterministic=False`; 0 for none.
+            once more, by another worker and after another shard, from samples that are loaded again, and as if this
+            were another process, or later. What differs is warned of. A slice of the first evaluations is, too.
+            Not with `deterministic=False`; 0 for none.
         balance: "even": every worker runs the same number of shards, or one more. "speed": shards move from slow
             workers to fast ones while training; no bit of the result depends on who runs which.
         deterministic: What `lockstep.set_deterministic` is called with, which holds for the whole process. True:

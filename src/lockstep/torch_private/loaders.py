@@ -6,7 +6,7 @@ from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, final
 
-from torch.utils.data import _utils
+from torch.utils.data import Dataset, _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 _MOST_SAMPLERS = 8
@@ -136,6 +136,11 @@ def samplers_of(iterator: LoaderIterator) -> list[object]:
                 with suppress(Exception):  # a sampler of the user's may compute it
                     found.append(getattr(each, name))
     return [each for each in found if each is not None]
+
+
+def worker_info_of(*, number: int, of: int) -> object:
+    """Return what `get_worker_info` returns in a loading process."""
+    return _utils.worker.WorkerInfo(id=number, num_workers=of, seed=number, dataset=Dataset[Any]())
 
 
 def num_yielded(iterator: LoaderIterator) -> int:

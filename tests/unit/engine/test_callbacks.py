@@ -340,7 +340,9 @@ def test_a_metric_that_stagnates_lowers_the_rate_on_all_workers_alike() -> None:
         model = nn.Linear(5, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         plateau = ls.ReduceLROnPlateau(optimizer, "metric", mode="max", patience=0, factor=0.5)
-        trainer = ls.Trainer(model, optimizer, loss=mean_error, num_shards=4, world=world, callbacks=[plateau])
+        trainer = ls.Trainer(
+            model, optimizer, loss=mean_error, num_shards=4, world=world, callbacks=[plateau], verify_steps=0
+        )
         inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
         data = torch.utils.data.TensorDataset(inputs, inputs[:, :1])
         loader = ls.ShardedLoader(data, batch_size=8, num_shards=4, world=lambda: world)

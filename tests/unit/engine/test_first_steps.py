@@ -1,5 +1,8 @@
 """What a run finds out about itself in its first steps, by computing shards once more elsewhere."""
 
+import functools
+import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -129,6 +132,150 @@ def test_a_loss_that_changes_the_learning_rate_is_told() -> None:
         train(ALONE, step_a_scheduler)
 
 
+def scale_by_number_of_ranks(_world: World, _optimizer: torch.optim.Optimizer) -> Any:
+    return lambda model, batch: squared(model, batch) / int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def stop_after_many_calls(_world: World, _optimizer: torch.optim.Optimizer) -> Any:
+    counts = {"calls": 0}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        counts["calls"] += 1
+        return squared(model, batch) * (1.0 if counts["calls"] < 1000 else 0.5)
+
+    return loss
+
+
+def test_a_loss_that_depends_on_the_number_of_ranks_is_told_of_a_worker_alone_too() -> None:
+    with pytest.warns(UserWarning, match=r"in a process with another rank or number of ranks\. Keep.*LS518"):
+        train(ALONE, scale_by_number_of_ranks)
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_a_counter_that_matters_after_many_shards_is_told_in_the_first_ones() -> None:
+    with pytest.warns(UserWarning, match="another result after many shards, by what loss: counts has counted"):
+        train(ALONE, stop_after_many_calls)
+
+
+def noisy_by_time(inputs: Tensor) -> Tensor:
+    return inputs + torch.randn(3, generator=torch.Generator().manual_seed(int(time.time()) // 1000))
+
+
+@pytest.mark.parametrize("kind", ["data set", "stream"])
+def test_samples_that_depend_on_the_time_are_told(kind: str) -> None:
+    rows = [pairs()[number] for number in range(64)]
+
+    def transform(number: int) -> Any:
+        inputs, target = rows[number]
+        return noisy_by_time(inputs), target
+
+    class Augmented(Dataset[Any]):
+        __getitem__ = staticmethod(transform)
+
+        def __len__(self) -> int:
+            return 64
+
+    data = Augmented() if kind == "data set" else ls.Stream(range(64), transform=transform)
+    with pytest.warns(UserWarning, match="in a process with another time"):
+        train(ALONE, make_data=lambda: data)
+
+
+def test_a_stream_whose_function_keeps_what_it_has_drawn_is_told() -> None:
+    def make() -> Dataset[Any]:
+        @functools.cache
+        def transform(number: int) -> Any:
+            noise = torch.randn(3) + number
+            return noise, noise.sum().view(1)
+
+        return ls.Stream(range(64), transform=transform)
+
+    with pytest.warns(UserWarning, match="when they are loaded again by rank 1"):
+        run(2, partial(train, make_data=make))
+
+
+def test_what_a_table_was_made_with_is_no_dependence(recwarn: pytest.WarningsRecorder) -> None:
+    def make_loss(_world: World, _optimizer: torch.optim.Optimizer) -> Any:
+        made: dict[str, Any] = {"losses": [], "seconds": 0.0}
+
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            begin = time.time()
+            made.setdefault("table", (os.getpid(), torch.ones(1)))
+            made.setdefault("since", begin)
+            found = squared(model, batch) * made["table"][1]
+            made["losses"].append(found.item())
+            made["seconds"] += time.time() - begin
+            return found.sum()
+
+        return loss
+
+    assert run(2, partial(train, make_loss=make_loss)) == [train(ALONE, verify_steps=0)] * 2
+    assert not recwarn.list
+
+
+def evaluate(world: World, metric: Any, times: int = 1) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    trainer = ls.Trainer(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss=squared, num_shards=NUM_SHARDS, world=world
+    )
+    loader = trainer.loader(pairs(), batch_size=16)
+    return [trainer.evaluate(loader, metric)["metric"].value for _ in range(times)]
+
+
+def lowest_so_far() -> Any:
+    kept = [1e9]
+
+    def metric(model: nn.Module, batch: Any) -> Any:
+        kept[0] = min(kept[0], squared(model, batch).item())
+        return kept[0] * len(batch[0]), len(batch[0])
+
+    return metric
+
+
+def relative_to_the_first() -> Any:
+    kept: list[float] = []
+
+    def metric(model: nn.Module, batch: Any) -> Any:
+        found = squared(model, batch).item()
+        kept.append(found)
+        return found / kept[0] * len(batch[0]), len(batch[0])
+
+    return metric
+
+
+def by_process() -> Any:
+    return lambda model, batch: (squared(model, batch).item() * os.getpid(), len(batch[0]))
+
+
+@pytest.mark.parametrize(
+    ("make", "workers", "problem"),
+    [
+        (lowest_so_far, 1, "has another value after others, by what metric: kept keeps"),
+        (relative_to_the_first, 1, "has another value after others, by what metric: kept keeps"),
+        (relative_to_the_first, 3, "has another value after others, by what metric: kept keeps"),
+        (by_process, 1, "has another result in a process with another process id"),
+    ],
+)
+def test_a_metric_that_remembers_is_told_once(make: Callable[[], Any], workers: int, problem: str) -> None:
+    with pytest.warns(UserWarning, match=rf"The evaluation depends on who .*{problem}.*LS518") as told:
+        run(workers, lambda world: evaluate(world, make(), times=3))
+    assert len(told) == 1
+
+
+def test_what_a_metric_shows_has_each_slice_once() -> None:
+    def look(world: World) -> tuple[list[float], int]:
+        shown: list[float] = []
+
+        def metric(model: nn.Module, batch: Any) -> Any:
+            shown.append(squared(model, batch).item())
+            return shown[-1] * len(batch[0]), len(batch[0])
+
+        return evaluate(world, metric), len(shown)
+
+    assert [number for _, number in run(2, look)] == [8, 8]  # of four shards in four steps
+    assert look(ALONE)[0] == look(ALONE)[0] == run(2, look)[0][0]
+
+
 def count_calls(path: Path, verify_steps: int) -> int:
     def make_loss(_world: World, _optimizer: torch.optim.Optimizer) -> Any:
         def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -145,8 +292,8 @@ def count_calls(path: Path, verify_steps: int) -> int:
 
 def test_it_costs_nothing_after_the_first_steps(tmp_path: Path) -> None:
     none, one, three, all_but_first = (count_calls(tmp_path / "calls", number) for number in (0, 1, 3, 100))
-    assert one - none == 3
-    assert three - none == 9
+    assert one - none == 4
+    assert three - none == 12
     assert three == all_but_first  # of four steps
 
 
