@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -311,19 +311,21 @@ def test_groups_are_made_anew_over_one_file(workers: SetUpWorkers, tmp_path: Pat
     assert user.num_keys() > 0
 
 
-def use_what_torch_has() -> tuple[float, int, float]:
+def use_what_torch_has() -> tuple[float, int, float, list[int]]:
     half = dist.new_group([0, 1, 2], timeout=timedelta(seconds=7))
     total = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(total, group=half)
+    limits = [cast("Any", group).timeout.seconds for group in (half, dist.new_group([0, 1, 2]))]
     default: Any = dist.distributed_c10d._get_default_group()
     dist.distributed_c10d._get_default_store().set("mine", "yes")
     dist.monitored_barrier()
-    return total.item(), dist.get_world_size(), default._get_backend(torch.device("cpu")).options._timeout.seconds
+    own_limit = default._get_backend(torch.device("cpu")).options._timeout.seconds
+    return total.item(), dist.get_world_size(), own_limit, limits
 
 
 def test_what_torch_does_with_a_group_works(workers: SetUpWorkers) -> None:
     assert [message for message, _ in workers.set_up(free_port(), (0, 3), (1, 3), (2, 3))] == [""] * 3
-    assert workers.call(use_what_torch_has) == [(3.0, 3, LONG.seconds)] * 3
+    assert workers.call(use_what_torch_has) == [(3.0, 3, LONG.seconds, [7, LONG.seconds])] * 3
 
 
 def test_no_directory_for_a_file_is_named(tmp_path: Path) -> None:

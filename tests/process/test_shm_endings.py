@@ -161,6 +161,7 @@ def test_the_ranks_of_a_subgroup_are_called_by_what_the_user_knows(tmp_path: Pat
             ranks.hear(number)
         ranks.send_signal(2, signal.SIGKILL)
         (late,), (different, roots, message, lost, late_too) = ranks.result(0), ranks.result(1)
+    assert different.startswith(f"The ranks of the group made at {__file__}:")
     assert "rank 1 calls all_reduce(sum, float32 [1]) at " in different
     assert "; rank 2 calls all_reduce(sum, float32 [2]) at " in different
     assert "rank 1 calls broadcast(from rank 2, float32 [1]) at " in roots

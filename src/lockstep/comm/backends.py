@@ -37,6 +37,7 @@ from lockstep.comm.shm.rendezvous import NotShared
 from lockstep.comm.stored_values import Deadline
 from lockstep.comm.torch_backends import TorchBackends
 from lockstep.errors import GroupError, PeerLostError
+from lockstep.processes.user_line import find_user_line
 from lockstep.torch_private.groups import (
     GroupRequest,
     intercept_group_making,
@@ -115,6 +116,8 @@ def _make(options: Any, asked: Any = None) -> LockstepGroup:
             group = _carry_between_hosts(place, backends, set_up, hosts)
     if not isinstance(group, LockstepGroup):
         group = _check_group(place, backends, set_up)
+    if dist.GroupMember.WORLD is not None:
+        group.note_place(find_user_line())
     if hosts is not None:
         remember_hosts(group, hosts)
     OPEN_GROUPS.add(group)

@@ -91,27 +91,33 @@ def unpack_text(page: Tensor) -> bytes:
 
 
 def require_equal_texts(
-    call: bytes, exchange: Callable[[bytes], list[bytes]], find_line: Callable[[], str], global_ranks: Sequence[int]
+    call: bytes,
+    exchange: Callable[[bytes], list[bytes]],
+    find_line: Callable[[], str],
+    global_ranks: Sequence[int],
+    made_at: str = "",
 ) -> None:
     """Raise on every rank alike if their calls differ; `exchange` returns the text of each (collective)."""
     calls = exchange(call)
     if all(other == call for other in calls):
         return
     lines = [line.decode(errors="replace") for line in exchange(find_line().encode())]
-    raise explain_mismatch(dict(zip(global_ranks, calls, strict=True)), dict(zip(global_ranks, lines, strict=True)))
+    ranks = dict(zip(global_ranks, calls, strict=True)), dict(zip(global_ranks, lines, strict=True))
+    raise explain_mismatch(*ranks, made_at=made_at)
 
 
 def explain_mismatch(
-    calls: Mapping[int, bytes], lines: Mapping[int, str] = MappingProxyType({})
+    calls: Mapping[int, bytes], lines: Mapping[int, str] = MappingProxyType({}), *, made_at: str = ""
 ) -> CollectiveMismatchError:
+    """Return the error for other calls; `made_at` names the group, where it is not the default group."""
     ranks: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
         line = lines.get(rank)
         ranks.setdefault(f"{call.decode(errors='replace')}{f' at {line}' if line else ''}", []).append(rank)
     said = "; ".join(f"{_name_ranks(who)} {call}" for call, who in ranks.items())
     error = CollectiveMismatchError(
-        f"The ranks of the group do not make the same call: {said}. Every rank must make the same calls in the same "
-        "order, with tensors of the same shape and dtype. Nothing was exchanged. (LS201)"
+        f"The ranks of the group{made_at} do not make the same call: {said}. Every rank must make the same calls in "
+        "the same order, with tensors of the same shape and dtype. Nothing was exchanged. (LS201)"
     )
     error.calls = dict(calls)
     return error

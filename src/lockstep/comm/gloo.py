@@ -285,6 +285,7 @@ class GlooComparer:
         self.global_ranks = global_ranks
         self.rank = rank
         self._global_rank = global_ranks[rank]
+        self.made_at = ""
         self.broken: GroupError | None = None
         self._ends = exchange_processes(PrefixStore("compare/processes", store), rank, len(global_ranks))
         self._gloo: Any = None
@@ -306,7 +307,7 @@ class GlooComparer:
     def compare_calls(self, call: bytes) -> None:
         self.raise_if_broken()
         try:
-            require_equal_texts(call, self._exchange, find_user_line, self.global_ranks)
+            require_equal_texts(call, self._exchange, find_user_line, self.global_ranks, self.made_at)
         except CollectiveMismatchError:
             raise
         except RuntimeError as error:

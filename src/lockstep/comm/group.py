@@ -89,6 +89,12 @@ class LockstepGroup(PythonProcessGroup):
         """Return what torch's errors show."""
         return super().__repr__() if self._close.alive else describe_destroyed(self)
 
+    def note_place(self, line: str) -> None:
+        """Let messages name the line at which this group was made, of several that there are."""
+        self._peers.made_at = f" made at {line}" if line else ""
+        for part in self.parts:
+            part.note_place(line)
+
     @property
     def timeout(self) -> timedelta:
         return self._torch.timeout

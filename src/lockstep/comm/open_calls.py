@@ -14,6 +14,7 @@ So when the launcher announces a loss, the thread that reads the channel ends th
 
 import logging
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -21,14 +22,17 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
 from typing import Any, Final, Protocol, final
 
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup, Work, c10d_logger, distributed_c10d
 
 from lockstep.errors import GroupError
 from lockstep.processes.ending import start_thread_left_alone
 from lockstep.processes.forking import call_in_children, leave_inherited_garbage_alone
+from lockstep.processes.user_line import is_of_library
 from lockstep.recording import EventKind, own_recorder
 from lockstep.recording.file_format import GROUP_SHIFT
 from lockstep.torch_private.groups import count_calls
@@ -39,6 +43,11 @@ _POLL_SECONDS: Final = 0.001
 _Outcome = queue.SimpleQueue[bool | BaseException]
 
 _LOGGER = logging.getLogger("lockstep")
+_FUNCTIONS: Final = (
+    str(Path(__file__).parent),
+    *(str(each.__file__) for each in (distributed_c10d, c10d_logger)),
+)
+"""Where the functions are with which collectives are called."""
 
 
 class RefusedCallError(RuntimeError):
@@ -176,6 +185,14 @@ def _hold(works: list[Any], _group: object) -> None:
     while works:
         with suppress(RuntimeError):
             works.pop().wait()
+
+
+def is_users_call() -> bool:
+    """Whether the user's code has called the function of torch's, or ours, in which this is (local)."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - Python's name
+    while frame is not None and frame.f_code.co_filename.startswith(_FUNCTIONS):
+        frame = frame.f_back
+    return frame is not None and not is_of_library(frame.f_code.co_filename)
 
 
 def log_not_waited_for(call: str) -> None:

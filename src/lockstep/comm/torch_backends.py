@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 from lockstep.comm.gloo import GlooComparer, GlooSockets, connect_gloo, gloo_connected_in_time
 from lockstep.comm.hosts import GroupMembers
 from lockstep.comm.lost_ranks import ABORT_SECONDS, DeviceWatch
-from lockstep.comm.open_calls import OPEN_GROUPS, CallsUnderWay, InterruptibleWaits, log_not_waited_for
+from lockstep.comm.open_calls import OPEN_GROUPS, CallsUnderWay, InterruptibleWaits, is_users_call, log_not_waited_for
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.stored_values import Deadline
 from lockstep.errors import GroupError
@@ -157,7 +157,8 @@ class TorchBackends:
             if on_end is not None:
                 on_end()
 
-        return ExplainedWork(work, explain, self._check_or_abort, end, finish=finish, name=name, told=self._tell)
+        waited_for = name if is_users_call() else ""
+        return ExplainedWork(work, explain, self._check_or_abort, end, finish=finish, name=waited_for, told=self._tell)
 
     def _tell(self, call: str) -> None:
         if call not in self._told:

@@ -187,7 +187,7 @@ class SharedMemoryComparer:
         global_ranks = self._peers.global_ranks
         calls = {global_ranks[rank]: self._read_call(rank, number) for rank in here}
         lines = {global_ranks[rank]: self._read_line(rank) for rank in here if self._headers[rank][_DIFFERS]}
-        error = explain_mismatch(calls, lines)
+        error = explain_mismatch(calls, lines, made_at=self._peers.made_at)
         self._peers.broken = CollectiveMismatchError(str(error))  # a copy, without traceback
         return error
 

@@ -138,6 +138,8 @@ class Peers:
         self.rank = rank
         self.size = memory.layout.size
         self.timeout_seconds = timeout_seconds
+        self.made_at = ""
+        """ made at train.py:7", where it is not the default group."""
         self.broken: GroupError | None = None
         """Why this process cannot use the group; a forked child is not a rank of its parent's group."""
         self._stop = ctypes.c_int32(0)
@@ -221,9 +223,10 @@ class Peers:
     def time_out(self, call: bytes, awaited: str, timeout_seconds: float) -> CollectiveTimeoutError:
         """Return the error of a wait that took too long, with what every rank waits for."""
         doing = "; ".join(self._describe_waiting(peer) for peer in range(self.size) if peer != self.rank)
+        of_group = f", which was{self.made_at}" if self.made_at else ""
         error = CollectiveTimeoutError(
-            f"Rank {self.global_rank} waited {timeout_seconds:g} s in {call.decode()} for {awaited}. {doing}. Every "
-            "rank must make the same calls in the same order; if one is only slow, give a longer timeout to "
+            f"Rank {self.global_rank} waited {timeout_seconds:g} s in {call.decode()} for {awaited}. {doing}{of_group}."
+            " Every rank must make the same calls in the same order; if one is only slow, give a longer timeout to "
             "init_process_group. (LS202)"
         )
         self.publish_state(PeerState.TIMED_OUT, str(error))

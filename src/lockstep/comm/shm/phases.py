@@ -221,7 +221,9 @@ class PhaseExchange:
         self._go(self.prepare(programs.barrier(), self.find_line().encode()[:LONGEST_CALL]))
         lines = [line.decode(errors="replace") for line in self._read_pages()]
         return explain_mismatch(
-            dict(zip(self.global_ranks, calls, strict=True)), dict(zip(self.global_ranks, lines, strict=True))
+            dict(zip(self.global_ranks, calls, strict=True)),
+            dict(zip(self.global_ranks, lines, strict=True)),
+            made_at=self._peers.made_at,
         )
 
     def _read_pages(self) -> list[bytes]:

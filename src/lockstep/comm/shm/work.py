@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from lockstep.comm.open_calls import CallEvents, log_not_waited_for
+from lockstep.comm.open_calls import CallEvents, is_users_call, log_not_waited_for
 from lockstep.comm.shm.arguments import check_writable
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.phases import PhaseExchange
@@ -395,7 +395,7 @@ class CallRunner:
         guarded = self._events.take_number(), caller, call, tensors, action, arguments
         if is_async:
             work = self.work_queue.put(partial(self._run, *guarded), tensors)
-            work.name = f"{call.decode()} at {caller}" if caller and tensors else ""
+            work.name = f"{call.decode()} at {caller}" if caller and tensors and is_users_call() else ""
             return work
         self.work_queue.run(self._run, tensors, guarded)
         return None
