@@ -116,6 +116,8 @@ class AuditedStep(StepPart):
         self._read("state", window, tensors)
 
     def check(self, step: CurrentStep, rows: Rows) -> None:
+        if self._state.audited is None:
+            return
         for column, what in ((self._before, "The gradient before"), (self._found, "The state of the model")):
             numbers = {rank: number for rank, number in enumerate(rows[column]) if number}  # a new worker has none
             first = next(iter(numbers), 0)
