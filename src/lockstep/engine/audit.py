@@ -4,7 +4,8 @@
               samples    of each shard, the bits of its samples
               state      the bits of parameters and buffers as the step begins
     outputs   loss       of each shard
-              gradient   the bits of the gradient of the whole batch, as the update has left it
+              gradient   the bits of the gradient of the whole batch, as the update has left it; none of a skipped step,
+                         whose gradient was not summed, or whose NaN have bits that depend on the workers
 
 Whoever computes the step again from the same inputs has the same outputs, on any number of workers. So the first fact
 that differs, in this order, says what went wrong. The numbers of the state, and of the gradient of the step before, are
@@ -15,12 +16,14 @@ compared between the workers in each step.
 each step. The digest in each checkpoint is of the whole state.
 """
 
+import types
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final, final
 
+import numpy as np
 from torch import Tensor
 
 from lockstep.audit_facts import NUM_MARKS, condense, number_of
@@ -36,7 +39,9 @@ from lockstep.torch_private.modules import tree_leaves
 
 _WINDOW_BYTES: Final = 1 << 18
 _EXACT: Final = (bool, int, float, complex, str, bytes, type(None))
-"""What enters in full; other objects are described."""
+"""What enters in full; other objects by what they hold, or described."""
+_CODE = (type, types.ModuleType, types.FunctionType)
+_MAX_DEPTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,7 @@ class AuditedStep(StepPart):
         self._options = ""
         self._last_gradient = 0.0
         self._number_of_update = 0
+        self._scale = 1.0
         self._found = Column(float, lambda _: self._number("state") if self._state.audited is not None else 0.0)
         self._before = Column(float, lambda _: self._last_gradient)
         self._of_shards = ShardColumn(lambda: self._samples)
@@ -109,6 +115,7 @@ class AuditedStep(StepPart):
             return
         self._places = {}
         self._options = f"{zlib.crc32(repr(describe_options(self._state.optimizer)).encode()):08x}"
+        self._scale = 1.0 if self._state.scaler is None else self._state.scaler.get_scale()
         self._samples = numbers_of_samples(step.batch.slices)
         tensors = self._state.parts.tensors()
         self._number_of_update = self._state.progress
@@ -132,7 +139,8 @@ class AuditedStep(StepPart):
     def commit(self, step: CurrentStep) -> None:
         if self._state.audited is None or step.rows is None:
             return
-        found = {each.spec.name: each.parameter.grad for each in self._trained.trained}
+        is_used = self._is_updated(step)
+        found = {each.spec.name: each.parameter.grad for each in self._trained.trained if is_used}
         gradients = {name: each for name, each in found.items() if each is not None}
         self._read("gradient", self._of_gradient.window(gradients, self._number_of_update), gradients)
         self._last_gradient = self._number("gradient")
@@ -153,6 +161,12 @@ class AuditedStep(StepPart):
             )
         )
 
+    def _is_updated(self, step: CurrentStep) -> bool:
+        decision, scaler = step.decision, self._state.scaler
+        if decision is None or decision.is_skipped or decision.is_bad:
+            return False
+        return scaler is None or scaler.get_scale() >= self._scale  # it is made smaller where a gradient overflows
+
     def _number(self, name: str) -> float:
         return float(number_of(self._numbers[name]))
 
@@ -163,18 +177,30 @@ class AuditedStep(StepPart):
 
 def numbers_of_samples(slices: Sequence[Slice]) -> dict[int, float]:
     """Return a number for all bits of each slice, by shard (local)."""
-    leaves = [tree_leaves(part.data) for part in slices]
+    leaves = [list(_leaves(part.data, _MAX_DEPTH)) for part in slices]
     tensors = [list(chain.from_iterable(map(_strided, each))) for each in leaves]
     numbers = iter(numbers_of_bits(list(chain.from_iterable(tensors))))
     found: dict[int, float] = {}
     for part, of_leaves, mine in zip(slices, leaves, tensors, strict=True):
-        others = [
-            each if isinstance(each, _EXACT) else slice_number(each)
-            for each in of_leaves
-            if not isinstance(each, Tensor)
-        ]
+        others = [_exactly(each) for each in of_leaves if not isinstance(each, Tensor)]
         found[part.shard] = float(number_of([*islice(numbers, len(mine)), *others]))
     return found
+
+
+def _leaves(data: object, depth: int) -> Iterator[object]:
+    """Yield what containers hold, and objects: torch's walk does not enter a tokenizer's own dictionary, say."""
+    for leaf in tree_leaves(data):
+        inner = dict(leaf) if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", None)
+        if inner and depth and not isinstance(leaf, (Tensor, np.ndarray, *_EXACT, *_CODE)):
+            yield from _leaves([type(leaf).__name__, *inner, *inner.values()], depth - 1)
+        else:
+            yield leaf
+
+
+def _exactly(leaf: object) -> object:
+    if isinstance(leaf, (np.ndarray, np.generic)) and not leaf.dtype.hasobject:
+        return leaf.dtype.str, leaf.shape, zlib.crc32(leaf.tobytes())
+    return leaf if isinstance(leaf, _EXACT) else slice_number(leaf)
 
 
 def _strided(leaf: object) -> Sequence[Tensor]:

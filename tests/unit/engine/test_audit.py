@@ -1,6 +1,9 @@
 """What an audit looks at in each step: equal on any number of workers, and other where a bit is."""
 
+import warnings
+from collections import UserDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from lockstep.audit_facts import condense, find_differing
 from lockstep.comm import World
-from lockstep.engine.audit import Piece, windows_of
+from lockstep.data import Slice
+from lockstep.engine.audit import Piece, numbers_of_samples, windows_of
 from lockstep.errors import ReductionError
 from lockstep.events import StepAudited
 from lockstep.runs.audit_log import Difference, find_difference
@@ -72,6 +76,66 @@ def test_facts_do_not_depend_on_the_number_of_workers(workers: int) -> None:
     for found in run_ranks(workers, lambda world: Audited(world).train()):
         assert first_difference(expected, found) is None
         assert {each.workers for each in found} == {workers}
+
+
+class Overflowing(nn.Module):
+    """Has NaN in its gradient, although its losses are finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs * 100).float().sqrt().nan_to_num(0.0) * 300
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_a_skipped_step_has_equal_facts_on_any_number_of_workers(precision: Any) -> None:
+    # The bits of NaN in a gradient depend on the order of its parts, and what no optimizer uses is not added up at all.
+    def train(world: World) -> list[StepAudited]:
+        torch.manual_seed(0)
+        model = Overflowing() if precision == "float16" else nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 1))
+        trainer = ls.Trainer(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            loss=Audited.loss,
+            num_shards=NUM_SHARDS,
+            world=world,
+            nonfinite="skip",
+            precision=precision,
+        )
+        inputs = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+        if precision == "float32":
+            inputs[5], inputs[17, 2] = float("nan"), float("inf")
+        loader = trainer.loader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=13)
+        trainer.internals.audited()
+        for batch in loader.epoch(0):
+            trainer.step(batch)
+        return trainer.internals.audited()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = train(ALONE)
+        assert any(not each.places["gradient"] for each in expected)
+        for found in run_ranks(2, train):
+            assert first_difference(expected, found) is None
+
+
+class Tokens(UserDict[str, Tensor]):
+    """As a tokenizer returns them: torch's walk over nested values does not enter it."""
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_a_bit_of_any_sample_counts(place: int) -> None:
+    def number(*, is_altered: bool) -> float:
+        tensors = [torch.linspace(0.1, 1.0, 1000) for _ in range(5)]
+        if is_altered:
+            flip(tensors[place], 7, 0)
+        held = SimpleNamespace(values=[tensors[2]], inner=SimpleNamespace(array=tensors[3].numpy()))
+        data = {"array": tensors[0].numpy(), "tokens": Tokens(x=tensors[1]), "held": held, "last": (tensors[4], "a")}
+        return numbers_of_samples([Slice(shard=1, data=data, num_samples=3)])[1]
+
+    assert number(is_altered=True) != number(is_altered=False) == number(is_altered=False)
 
 
 def alter_sample(_training: Audited, batch: Any) -> None:
