@@ -70,11 +70,14 @@ def test_runs_part_at_the_step_where_one_has_another_loss(folder: Path, lockstep
     for name, workers, override in (("one", 1, ""), ("two", 2, ""), ("three", 1, "optimizer_args.weight_decay=0.2")):
         said = lockstep_here("train", "proved.yaml", f"workers={workers}", f"run_dir={name}", *filter(None, [override]))
         assert said.code == 0, said.stderr
-    assert "equal in each of 12 steps" in lockstep_here("audit", "one", "two").stdout
+    assert "equal in each of the 12 updates that both have" in lockstep_here("audit", "one", "two").stdout
     said = lockstep_here("audit", "one", "three")
     assert said.code == 1
     assert "weight_decay was not set and is now 0.2" in said.stdout
     assert "The runs part at step 1: the optimizer had other options" in said.stdout
+    said = lockstep_here("train", "proved.yaml", "--resume", "one/step-00000009.ckpt", "run_dir=later", "epochs=4")
+    assert said.code == 0, said.stderr
+    assert "equal in each of the 3 updates that both have" in lockstep_here("audit", "one", "later").stdout
     refused = lockstep_here("audit", "one", "--steps", "5:99")
     assert refused.code == 2
     assert "expected FIRST:LAST within the steps of the log, 1:12" in refused.stderr

@@ -30,6 +30,7 @@ _OTHERWISE: dict[str, Any] = {
     "resume": None,
     "run_dir": None,
     "trackers": [],
+    "early_stopping": None,
     "finish": None,
     "finish_args": {},
     "save_code": False,
@@ -66,7 +67,7 @@ def audit(
         typer.echo(f"NOT INTACT: {log.problem} (LS824)")
         raise typer.Exit(FAILURE_EXIT)
     if other is not None:
-        _compare(log, other)
+        _compare(log, other, run)
         return
     first, last = _read_steps(steps, log)
     start = choose_start(log, run, first)
@@ -90,21 +91,26 @@ def audit(
 
 def audit_worker(run: Run, saved: SavedRun, run_dir: Path, last: int, folder: Path) -> Replay:
     start = saved.checkpoint if saved.checkpoint != run_dir else None
-    return take_again(saved.config, read_log(run_dir), start, last, run.device, folder)
+    log = read_log(run_dir) if run.rank == 0 else ReadLog()  # a long one takes much memory
+    return take_again(saved.config, log, start, last, run.device, folder)
 
 
-def _compare(log: ReadLog, other: Path) -> None:
+def _compare(log: ReadLog, other: Path, run: Path) -> None:
     theirs = read_log(other)
     if theirs.problem:
         typer.echo(f"{other / AUDIT_NAME} is NOT INTACT: {theirs.problem} (LS824)")
         raise typer.Exit(FAILURE_EXIT)
-    changes, difference = compare_logs(log, theirs)
+    changes, num_shared, difference = compare_logs(log, theirs)
     for change in changes:
         typer.echo(f"  {change}")
     if difference is not None:
         typer.echo(f"The runs part at {difference}.")
         raise typer.Exit(FAILURE_EXIT)
-    typer.echo(f"equal in each of {counted(min(log.last_step, theirs.last_step), 'step')}")
+    if not num_shared:
+        raise UsageError(
+            f"No step of {run} is one of {other}: compare two runs that have taken the same steps. (LS824)"
+        )
+    typer.echo(f"equal in each of the {counted(num_shared, 'update')} that both have")
 
 
 def _read_steps(text: str | None, log: ReadLog) -> tuple[int, int]:

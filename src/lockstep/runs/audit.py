@@ -26,6 +26,7 @@ class Replay:
     log: ReadLog
     last: int
     num_confirmed: int = 0
+    last_confirmed: int = 0
     num_digests: int = 0
     difference: Difference | None = None
     fingerprint: str = ""
@@ -33,7 +34,7 @@ class Replay:
 
     @property
     def is_confirmed(self) -> bool:
-        return self.difference is None and self.num_confirmed > 0
+        return self.difference is None and self.last_confirmed == self.last
 
     def record(self, event: Event) -> None:
         match event:
@@ -43,7 +44,8 @@ class Replay:
                 logged = self.log.steps.get((event.global_step, event.update))
                 if logged is not None:
                     self.difference = find_difference(logged, event.facts, num_shards_of(self.log), event.places)
-                    self.num_confirmed += self.difference is None
+                    if self.difference is None:
+                        self.num_confirmed, self.last_confirmed = self.num_confirmed + 1, event.global_step
             case CheckpointSaved() if self.difference is None and event.global_step in self.log.digests:
                 if peek_manifest(event.path).get("digest") != self.log.digests[event.global_step]:
                     self.difference = Difference(global_step=event.global_step, fact="digest")
@@ -56,8 +58,10 @@ def describe_replay(log: ReadLog, found: Replay, run_dir: Path) -> str:
     """Return in words what steps that were taken again have shown."""
     also = f", and {counted(found.num_digests, 'digest')} of the whole state" if found.num_digests else ""
     confirmed = f"{counted(found.num_confirmed, 'update')}{also}"
+    if found.is_confirmed:
+        return f"confirmed {confirmed}"
     if found.difference is None:
-        return f"confirmed {confirmed}" if found.is_confirmed else "no step was taken that the log knows (LS824)"
+        return f"confirmed {confirmed}, then the training ENDED, and the log has steps up to {found.last} (LS824)"
     lines = [f"confirmed {confirmed}, then NOT EQUAL at {found.difference} (LS824)"]
     if found.fingerprint != log.fingerprint:
         lines.append(f"  the conditions are other ones: {found.fingerprint}; the run had {log.fingerprint}")
@@ -97,5 +101,5 @@ def take_again(
     if start is not None:
         resume = Resume(path=start, allowed=frozenset({ALL}), epoch_loss=0.0, epoch_weight=0.0)
     fit(config, device=device, run_dir=folder, recorder=replay, resume=resume, stop=replay.stop)
-    replay.stop = StopRequest()  # it listens to a trainer, which cannot be sent
+    replay.log, replay.stop = ReadLog(), StopRequest()  # this listens to a trainer, which cannot be sent
     return replay

@@ -100,7 +100,7 @@ class ReadLog:
 
     config: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
-    """Of the last begin, as is the config."""
+    """Of the last begin that a step came after, as is the config."""
     first_step: int = 0
     """The first step that was trained as the config says; 0 where there is none."""
     last_step: int = 0
@@ -110,14 +110,15 @@ class ReadLog:
     num_lines: int = 0
     problem: str = ""
     """The first thing in the log that cannot be, in words."""
+    _begun: tuple[Mapping[str, Any], str] | None = None
+    """The config and the conditions of the next step, where the run has begun or was resumed before it."""
     _is_other: bool = True
     """Whether the next step is the first with this config."""
 
     def add(self, number: int, values: Mapping[str, Any]) -> None:
         match values.get("kind"):
             case "begin":
-                self._is_other |= bool(describe_changes(self.config, values["config"]))
-                self.config, self.fingerprint = values["config"], values["fingerprint"]
+                self._begun = values["config"], values["fingerprint"]
             case "checkpoint":
                 self.digests[values["step"]] = values["digest"]
             case _:
@@ -125,6 +126,10 @@ class ReadLog:
 
     def _add_step(self, number: int, key: StepKey, values: Mapping[str, Any]) -> None:
         step, _ = key
+        if self._begun is not None:
+            config, self.fingerprint = self._begun
+            self._is_other |= bool(describe_changes(self.config, config))
+            self.config, self._begun = config, None
         if self._is_other:
             self._is_other, self.first_step = False, step
             self.steps = {known: each for known, each in self.steps.items() if known[0] < step}
@@ -143,34 +148,34 @@ class ReadLog:
 
 def read_log(run_dir: Path) -> ReadLog:
     """Read the log of a run (local); UsageError where there is none."""
-    path = run_dir / AUDIT_NAME
+    found = ReadLog()
+    before = ""
     try:
-        lines = path.read_text("utf-8", errors="replace").splitlines(keepends=True)
+        file = (run_dir / AUDIT_NAME).open(encoding="utf-8", errors="replace", newline="\n")
     except OSError as error:
         raise UsageError(
             f"{run_dir} has no audit log ({error.strerror}). Train with audit=true, which writes one. (LS824)"
         ) from error
-    found = ReadLog()
-    before = ""
-    for number, line in enumerate(lines, start=1):
-        if not line.endswith("\n") and number == len(lines):
-            break  # its writer was killed
-        body, chain = split_line(line[:-1])
-        if chain != chain_of_line(before, body):
-            found.tell(f"Line {number} was altered, or does not belong behind the one before it.")
-        before = chain
-        try:
-            found.add(number, _parse(body))
-        except (KeyError, TypeError):
-            found.tell(f"Line {number} is damaged.")
-        found.num_lines = number
+    with file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                break  # its writer was killed, or is writing
+            body, chain = split_line(line[:-1])
+            if chain != chain_of_line(before, body):
+                found.tell(f"Line {number} was altered, or does not belong behind the one before it.")
+            before = chain
+            try:
+                found.add(number, _parse(body))
+            except (AttributeError, KeyError, TypeError):
+                found.tell(f"Line {number} is damaged.")
+            found.num_lines = number
     return found
 
 
 def _parse(line: str) -> Mapping[str, Any]:
     try:
         values = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 
@@ -234,14 +239,14 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     return [str(each) for each in find_changes(before, now, is_mid_epoch=False) if each.needs_allow]
 
 
-def compare_logs(one: ReadLog, other: ReadLog) -> tuple[list[str], Difference | None]:
-    """Return in what configs and conditions two runs differ, and the first step at which they part."""
+def compare_logs(one: ReadLog, other: ReadLog) -> tuple[list[str], int, Difference | None]:
+    """Return in what configs and conditions two runs differ, how many updates both have, and where they part first."""
     changes = describe_changes(one.config, other.config)
     if one.fingerprint != other.fingerprint:
         changes.append(f"the conditions were {one.fingerprint} and are now {other.fingerprint}")
     shared = [(logged, other.steps[key]) for key, logged in sorted(one.steps.items()) if key in other.steps]
     found = (find_difference(logged, theirs, num_shards_of(one), {}) for logged, theirs in shared)
-    return changes, next((each for each in found if each is not None), None)
+    return changes, len(shared), next((each for each in found if each is not None), None)
 
 
 def num_shards_of(log: ReadLog) -> int:

@@ -8,6 +8,7 @@ import pytest
 from lockstep.audit_facts import FACTS, condense
 from lockstep.errors import UsageError
 from lockstep.events import RunStarted, StepAudited, StepFinished
+from lockstep.runs.audit import Replay, describe_replay
 from lockstep.runs.audit_log import AuditLog, chain_of_line, compare_logs, describe_log, read_log
 
 CONFIG = {"num_shards": 2, "accumulate": 1, "optimizer_args": {"lr": 0.1}, "keep": 2}
@@ -118,6 +119,25 @@ def test_steps_with_another_config_begin_anew(tmp_path: Path) -> None:
     assert read_log(tmp_path).first_step == 4  # another `keep` changes no result
 
 
+def test_a_config_counts_that_a_step_was_taken_with(tmp_path: Path) -> None:
+    four_steps(tmp_path)
+    write(tmp_path, started(), config={**CONFIG, "max_steps": 2})  # nothing was left to do
+    found = read_log(tmp_path)
+    assert (found.config, found.first_step, found.last_step) == (CONFIG, 1, 4)
+
+
+def test_a_training_that_ends_before_its_log_is_not_confirmed(tmp_path: Path) -> None:
+    four_steps(tmp_path)
+    replay = Replay(read_log(tmp_path), last=4)
+    for step in (1, 2, 3):
+        replay.record(audited(step))
+    assert not replay.is_confirmed
+    said = describe_replay(replay.log, replay, tmp_path)
+    assert said == "confirmed 3 updates, then the training ENDED, and the log has steps up to 4 (LS824)"
+    replay.record(audited(4))
+    assert replay.is_confirmed
+
+
 def test_a_step_that_is_missing_is_named(tmp_path: Path) -> None:
     write(tmp_path, started(), audited(1), audited(3))
     assert read_log(tmp_path).problem == "Line 3 is of step 3, and no line is of step 2."
@@ -127,13 +147,29 @@ def test_two_runs_part_where_the_first_fact_differs(tmp_path: Path) -> None:
     four_steps(tmp_path / "one")
     lines = [audited(1), audited(2), audited(3, samples=1.0, loss=2.0), audited(4)]
     write(tmp_path / "other", started("another torch"), *lines, config={**CONFIG, "optimizer_args": {"lr": 0.2}})
-    changes, difference = compare_logs(read_log(tmp_path / "one"), read_log(tmp_path / "other"))
+    changes, num_shared, difference = compare_logs(read_log(tmp_path / "one"), read_log(tmp_path / "other"))
+    assert num_shared == 4
     assert changes == [
         "optimizer_args.lr was 0.1 and is now 0.2",
         "the conditions were torch and are now another torch",
     ]
     assert difference is not None
     assert (difference.global_step, difference.fact, difference.where) == (3, "samples", ("shard 1",))
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, '{"kind":"begin","config":5,"fingerprint":1}', '{"step":[1]}', "", "null"]
+)
+def test_a_line_of_anything_is_a_problem_and_no_error(tmp_path: Path, line: str) -> None:
+    lines = four_steps(tmp_path)
+    put(tmp_path, [*lines[:2], line, *lines[2:]])
+    assert read_log(tmp_path).problem.startswith("Line 3 ")
+
+
+def test_an_altered_end_of_a_line_is_named(tmp_path: Path) -> None:
+    text = "\n".join(four_steps(tmp_path))
+    (tmp_path / "audit.jsonl").write_text(text.replace("\n", "\v", 1) + "\n")
+    assert read_log(tmp_path).problem.startswith("Line 1 ")
 
 
 def test_a_run_without_a_log_is_told_how_to_get_one(tmp_path: Path) -> None:
