@@ -1,5 +1,6 @@
 """Taking steps of a run again, from its beginning or a checkpoint, and comparing them with its audit log."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
@@ -30,6 +31,10 @@ class Replay:
     num_digests: int = 0
     difference: Difference | None = None
     fingerprint: str = ""
+    is_read_in_turn: bool = False
+    """[Note: audited in turn] in `lockstep.engine.audit`."""
+    _places: Sequence[str] = ()
+    """Of the state, in the last step."""
     stop: StopRequest = field(default_factory=StopRequest)
 
     @property
@@ -41,6 +46,9 @@ class Replay:
             case RunStarted():
                 self.fingerprint = event.fingerprint
             case StepAudited() if self.difference is None and event.global_step <= self.last:
+                places = event.places.get("state", ())
+                self.is_read_in_turn |= bool(self._places) and places != self._places
+                self._places = places
                 logged = self.log.steps.get((event.global_step, event.update))
                 if logged is not None:
                     self.difference = find_difference(logged, event.facts, num_shards_of(self.log), event.places)
@@ -63,6 +71,10 @@ def describe_replay(log: ReadLog, found: Replay, run_dir: Path) -> str:
     if found.difference is None:
         return f"confirmed {confirmed}, then the training ENDED, and the log has steps up to {found.last} (LS824)"
     lines = [f"confirmed {confirmed}, then NOT EQUAL at {found.difference} (LS824)"]
+    if found.is_read_in_turn and found.difference.fact not in {"options", "samples"}:
+        lines.append(
+            "  each step looks at a part of a model of this size: it may have begun elsewhere, some steps before"
+        )
     if found.fingerprint != log.fingerprint:
         lines.append(f"  the conditions are other ones: {found.fingerprint}; the run had {log.fingerprint}")
     states = [each.get("code") or {} for each in read_starts(run_dir)[:1]]

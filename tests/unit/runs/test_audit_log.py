@@ -1,6 +1,7 @@
 """The audit log of a run: what it holds, and what shows that it was altered."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,18 @@ def test_a_training_that_ends_before_its_log_is_not_confirmed(tmp_path: Path) ->
     assert said == "confirmed 3 updates, then the training ENDED, and the log has steps up to 4 (LS824)"
     replay.record(audited(4))
     assert replay.is_confirmed
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_of_a_large_model_the_cause_may_be_elsewhere(tmp_path: Path, *, is_large: bool) -> None:
+    four_steps(tmp_path)
+    replay = Replay(read_log(tmp_path), last=4)
+    for step, name in ((1, "a"), (2, "b"), (3, "a")):
+        places = {"state": [name if is_large else "all"]}
+        replay.record(replace(audited(step, loss=float(step == 3)), places=places))
+    said = describe_replay(replay.log, replay, tmp_path)
+    assert "NOT EQUAL at step 3" in said
+    assert ("it may have begun elsewhere, some steps before" in said) == is_large
 
 
 def test_a_step_that_is_missing_is_named(tmp_path: Path) -> None:
