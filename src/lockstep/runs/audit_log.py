@@ -206,8 +206,8 @@ _MEANINGS: Final = {
     "options": "the optimizer had other options, such as another learning rate",
     "samples": "the samples of {} have other bits: other data, or a data set that does not give the same twice",
     "state": (
-        "as it begins, {} has other bits, although all before it agrees: a fault of memory or of the update, or code "
-        "that writes between two steps"
+        "as it begins, {} has other bits, although all before it agrees: other code, as that which makes the model "
+        "or writes between two steps, or a fault of memory or of the update"
     ),
     "loss": "from the same samples and parameters {} has another loss: other code, other hardware, or a fault of it",
     "gradient": (
