@@ -68,6 +68,7 @@ PURE = (
     "lockstep.launch.membership",
     "lockstep.channel.table",
     "lockstep.doctor.diagnosis",
+    "lockstep.doctor.scripts.observed",
 )
 EFFECTS = {
     *("asyncio", "datetime", "io", "os", "pathlib", "random", "select", "selectors", "shutil", "signal", "socket"),

@@ -78,6 +78,9 @@ RUN_ID = "lockstep-"
 _FOLDER = "LOCKSTEP_FOLDER"
 """A folder for temporary files of a worker of `lockstep run`, which is deleted when the workers have ended."""
 
+OBSERVATION = "LOCKSTEP_OBSERVATION"
+"""Where `lockstep verify SCRIPT` has its workers write down what they do: a number of batches, a comma, a folder."""
+
 _CHOSEN_INTERFACE = "LOCKSTEP_GLOO_SOCKET_IFNAME"
 _NUM_HASH_SEEDS = 2**32
 """PYTHONHASHSEED is less than this."""
@@ -189,6 +192,15 @@ class Settings:
 
     def token(self) -> str:
         return self.variables.get("LOCKSTEP_TOKEN", "")
+
+    def observation(self) -> tuple[str, int] | None:
+        """Return the folder for what this process does, and after how many batches a pass over the data ends."""
+        limit, _, folder = self.variables.get(OBSERVATION, "").partition(",")
+        return (folder, int(limit)) if folder and limit.isdecimal() else None
+
+    def rank(self) -> int:
+        text = self.variables.get("RANK", "")
+        return int(text) if text.isdecimal() else 0
 
     def check(self) -> bool | None:
         """Return whether LOCKSTEP_CHECK demands that the calls of all ranks are compared; None if it is not set."""

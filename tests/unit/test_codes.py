@@ -27,6 +27,7 @@ OTHERS_CODE = {
         "comm/shm/rendezvous.py: _read_reason",
         "checkpoint/saver.py: Saver.__exit__",
         "cli/check.py: check",
+        "drop_in/observation.py: _watch_messages.warn_and_log",
         "engine/present.py: _log",
         "engine/saving.py: raise_on_all_ranks",
         "launch/scaling.py: Scaling._resize",

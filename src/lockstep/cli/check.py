@@ -50,6 +50,8 @@ def check(
 ) -> None:
     """Read training scripts, and list what goes wrong with several workers, each with the line as it should be.
 
+    `lockstep verify SCRIPT` runs one on 1, 2 and 3 workers, and compares what they do.
+
     Exit code 0 without mistakes, 1 with some, 2 if a script cannot be read; the others are checked all the same.
     """
     found: dict[Path, list[ScriptFinding] | None] = {}

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from lockstep.cli.failures import FAILURE_EXIT
 from lockstep.cli.main import FORCE, command
-from lockstep.cli.options import CONFIG, VALUES, find_config, place_run
+from lockstep.cli.options import complete_config, find_config, place_run
+from lockstep.cli.verify_script import verify_script
 from lockstep.devices import Placement, parse_request, place_workers, resized
 from lockstep.errors import UsageError, counted
 from lockstep.launch.launcher import launch
@@ -21,21 +22,51 @@ from lockstep.runs.config import Config, read_config
 from lockstep.runs.verify import ShortRun, find_deviating_rank, run_steps
 
 _SHOWN_DIGITS = 16
+_COUNTS, _STEPS = "1,2", 20
+_COUNTS_OF_SCRIPT, _BATCHES_OF_SCRIPT = "1,2,3", 50
+CONFIG_OR_SCRIPT = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG|SCRIPT", help="A YAML file, an example, or a .py script.", autocompletion=complete_config
+    ),
+]
+VALUES_OR_ARGUMENTS = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE|ARGS", help="Values that replace the file's; arguments of the script, after --."),
+]
 
 
 def verify(
-    given: CONFIG,
-    overrides: VALUES = None,
+    given: CONFIG_OR_SCRIPT,
+    overrides: VALUES_OR_ARGUMENTS = None,
     workers: Annotated[
-        str, typer.Option("--workers", help="Numbers of workers to compare; a single number is run twice.")
-    ] = "1,2",
-    steps: Annotated[int, typer.Option("--steps", min=1, help="How many steps to train with each number.")] = 20,
+        str | None,
+        typer.Option(
+            "--workers", help="Numbers to compare; a single one is run twice.  [default: 1,2; of a script 1,2,3]"
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            min=1,
+            help="How many steps to train with each number.  [default: 20]  Of a script: after how many batches a pass "
+            "over a loader ends.  [default: 50]",
+        ),
+    ] = None,
     force: FORCE = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings in a script for programs.")] = False,
 ) -> None:
-    """Train a few steps on several numbers of workers and compare the digests of the weights.
+    """Train a config on several numbers of workers and compare the weights; or say what in a script depends on them.
 
-    Exit code 0 if they are equal after every step, 1 if not.
+    Exit code 0 if the weights are equal after every step, or the script has no mistakes, 1 if not. A script is run as
+    it is, on CPUs; files that it writes are put back.
     """
+    if given.suffix == ".py" and given.exists():
+        counts = sorted(set(_read_counts(workers or _COUNTS_OF_SCRIPT)))
+        verify_script(given, overrides or [], counts, steps or _BATCHES_OF_SCRIPT, as_json=as_json)
+        return
+    workers, steps = workers or _COUNTS, steps or _STEPS
     config_path = find_config(given)
     config = read_config(config_path, overrides or [])
     _, config = place_run(config, force=force)  # with the shards that a run has on this machine

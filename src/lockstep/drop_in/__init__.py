@@ -25,6 +25,7 @@ import threading
 import warnings
 from abc import ABCMeta
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, final
 
@@ -35,6 +36,7 @@ from torch.utils import data as torch_data
 
 from lockstep.comm import init_process_group, launched_world
 from lockstep.data import DistributedSampler
+from lockstep.drop_in.observation import observe
 from lockstep.errors import GroupError
 from lockstep.launch.environment import NOTICE, has_drop_in, with_drop_in, without_drop_in
 from lockstep.parallel import DataParallel, DistributedDataParallel, SyncBatchNorm, data_parallel
@@ -244,3 +246,5 @@ def is_active() -> bool:
 
 
 apply()
+if (_OBSERVATION := read_settings().observation()) is not None:
+    observe(Path(_OBSERVATION[0]), read_settings().rank(), _OBSERVATION[1])

@@ -368,6 +368,8 @@ def script_variables(job: ScriptJob, rank: int, rendezvous: Rendezvous, *, is_pi
         "OMP_NUM_THREADS": job.threads,
         "PYTHONPATH": with_folder(python_path, _STARTUP_FOLDER),
     }
+    if own.observation() is not None:  # what depends on the order of a set shall show
+        overrides["PYTHONHASHSEED"] = str(rank)
     return own.for_worker(overrides, defaults=defaults)
 
 

@@ -2,6 +2,8 @@
 
 import functools
 import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, final
@@ -145,6 +147,58 @@ def worker_info_of(*, number: int, of: int) -> object:
 
 def num_yielded(iterator: LoaderIterator) -> int:
     return iterator._num_yielded
+
+
+def watch_loading(
+    begin: Callable[[], int],
+    given: Callable[[LoaderIterator, Any, Sequence[Any] | None], bool],
+    ended: Callable[[LoaderIterator], None],
+    fetch: Callable[[Callable[..., Any], Any, Any], Any],
+) -> None:
+    """Call these for all iterators of DataLoaders, from now on; `begin` before their processes start.
+
+    `given` gets each batch, with the indices that it was loaded by if the data set has such; if it returns true, the
+    iterator is at its end. `fetch` is called in place of what loads a batch, in the process that does, with it.
+    """
+    kind: Any = LoaderIterator
+    make, give, draw, reset = kind.__init__, kind.__next__, kind._next_index, kind._reset
+
+    def make_watched(iterator: Any, loader: Any) -> None:
+        begin()
+        make(iterator, loader)
+
+    def reset_watched(iterator: Any, *args: Any) -> None:
+        vars(iterator).update(_lockstep_drawn=deque(), _lockstep_is_over=False)
+        reset(iterator, *args)
+
+    def draw_watched(iterator: Any) -> Any:
+        drawn = draw(iterator)
+        # Loading processes load ahead.
+        vars(iterator).setdefault("_lockstep_drawn", deque()).append(drawn)
+        return drawn
+
+    def give_watched(iterator: Any) -> Any:
+        if vars(iterator).get("_lockstep_is_over"):
+            raise StopIteration
+        try:
+            batch = give(iterator)
+        except StopIteration:
+            ended(iterator)
+            raise
+        drawn = vars(iterator).get("_lockstep_drawn")
+        indices = drawn.popleft() if drawn else None
+        has_indices = iterator._dataset_kind == 0 and isinstance(indices, list)
+        iterator._lockstep_is_over = given(iterator, batch, indices if has_indices else None)
+        return batch
+
+    kind.__init__, kind.__next__, kind._next_index = make_watched, give_watched, draw_watched
+    kind._reset = reset_watched
+    for fetcher in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher):
+        fetcher.fetch = _watched_fetch(fetcher.fetch, fetch)  # type: ignore[method-assign]
+
+
+def _watched_fetch(load: Callable[..., Any], fetch: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(load)(lambda fetcher, wanted: fetch(load, fetcher, wanted))
 
 
 _note_iterators()

@@ -1,0 +1,464 @@
+"""What each rank of an unchanged script does, as lines of JSON in a folder, for `lockstep verify SCRIPT`.
+
+A rank appends to `rank-N.jsonl`, its loading processes too. `doctor/scripts/observed.py` says what the events are, and
+judges them. What an operating system may do in any way is done in another way on each rank: ranks with odd numbers get
+the files of a folder in reverse order, and ranks go on a second apart once they have their group.
+
+Files of the user's that the script is about to change are copied before, so that the command can put them back. Only
+what Python and torch.save open is seen, not what libraries in C open themselves.
+"""
+
+import atexit
+import fcntl
+import functools
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
+from torch.utils.data import Subset, get_worker_info
+
+from lockstep.parallel.comparison.optimizers import listen_to_steps
+from lockstep.processes.reproducibility import read_generator_states
+from lockstep.processes.user_line import LIBRARIES, find_user_line
+from lockstep.reduce.tensor_bits import sum_of_bits
+from lockstep.torch_private.autograd import saved_by
+from lockstep.torch_private.loaders import LoaderIterator, loaded_from, watch_loading
+from lockstep.torch_private.modules import AnyBatchNorm, TorchsSyncBatchNorm, byte_view, tree_leaves
+
+_PASSES: Final = 4
+"""The script is ended at the step after so many full passes."""
+_SECONDS_APART: Final = 1.1
+_DEEPEST: Final = 16
+_MOST_DIVISORS: Final = 8
+_MEANS: Final = frozenset({"MeanBackward0", "MseLossBackward0", "BinaryCrossEntropyBackward0", "SmoothL1LossBackward0"})
+_REDUCTION_MEAN: Final = 1
+_WRITES: Final = os.O_WRONLY | os.O_RDWR
+
+
+@final
+class RankLog:
+    def __init__(self, folder: Path, rank: int, limit: int) -> None:
+        self.folder, self.rank, self.limit = folder, rank, limit
+        self._file = (folder / f"rank-{rank}.jsonl").open("a", buffering=1)
+
+    def add(self, kind: str, **values: Any) -> None:
+        # One write, so that a loading process' lines and ours do not mix.
+        self._file.write(json.dumps({"kind": kind, "at": round(time.monotonic(), 3), **values}) + "\n")
+
+
+def observe(folder: Path, rank: int, limit: int) -> None:
+    """Write down what this process does from now on; let each pass over a loader end after `limit` batches (local)."""
+    log = RankLog(folder, rank, limit)
+    _watch_messages(log)
+    _watch_files(FileLog(log))
+    _reverse_folders(rank)
+    loading = LoadingLog(log)
+    watch_loading(loading.begin, loading.given, loading.ended, loading.fetch)
+    if get_worker_info() is None:
+        steps = StepLog(log)
+        listen_to_steps(steps)
+        atexit.register(steps.end)
+        _watch_calls(log)
+
+
+def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    function = getattr(owner, name)
+    setattr(owner, name, functools.wraps(function)(make(function)))
+
+
+# -- What is loaded ----------------------------------------------------------------------------------------------------
+
+
+@final
+class LoadingLog:
+    def __init__(self, log: RankLog) -> None:
+        self._log = log
+        self._num_iterators = self._num_passes = 0
+        self._passes: weakref.WeakKeyDictionary[LoaderIterator, tuple[int, int, int]] = weakref.WeakKeyDictionary()
+        self._fetched: set[int] = set()
+
+    def begin(self) -> int:
+        self._num_iterators += 1
+        return self._num_iterators
+
+    def given(self, iterator: LoaderIterator, batch: Any, indices: Sequence[Any] | None) -> bool:
+        number, loading, count = self._passes.get(iterator, (0, self._num_iterators, 0))
+        if number == 0:
+            self._num_passes += 1
+            number = self._num_passes
+        count += 1
+        self._passes[iterator] = number, loading, count
+        dataset = loaded_from(iterator)[0]
+        self._log.add(
+            "batch",
+            number=number,
+            loading=loading,
+            contents=list(_row_numbers(batch)),
+            indices=None if indices is None else [_original(dataset, each) for each in indices],
+            length=_length(dataset),
+            line=find_user_line(),
+            state=_states()["torch"],
+        )
+        if count < self._log.limit:
+            return False
+        self._end(iterator, is_cut=True)
+        return True
+
+    def ended(self, iterator: LoaderIterator) -> None:
+        self._end(iterator, is_cut=False)
+
+    def _end(self, iterator: LoaderIterator, *, is_cut: bool) -> None:
+        number, _, count = self._passes.pop(iterator, (0, 0, 0))
+        if number:
+            self._log.add("pass_end", number=number, batches=count, is_cut=is_cut)
+
+    def fetch(self, load: Callable[..., Any], fetcher: Any, wanted: Any) -> Any:
+        before = _states()
+        loaded = load(fetcher, wanted)
+        after, info = _states(), get_worker_info()
+        drawn = {name: number for name, number in before.items() if after[name] != number}
+        if drawn:
+            worker = -1 if info is None else info.id
+            self._log.add("draw", loading=self._num_iterators, worker=worker, states=drawn)
+        return loaded
+
+
+def _states() -> dict[str, int]:
+    states = read_generator_states()
+    numbers = {"torch": zlib.crc32(states["torch"].numpy().tobytes())}
+    numbers["python"] = zlib.crc32(repr(states["python"]).encode())
+    if states["numpy"] is not None:
+        numbers["numpy"] = zlib.crc32(states["numpy"][1].tobytes() + repr(states["numpy"][2:]).encode())
+    return numbers
+
+
+def _row_numbers(batch: Any) -> Iterator[int]:
+    leaves = [each for each in tree_leaves(batch) if isinstance(each, Tensor) and each.dim() > 0]
+    count = len(leaves[0]) if leaves else 0
+    rows = [0] * count
+    for leaf in leaves:
+        if len(leaf) == count and leaf.layout is torch.strided:
+            width = leaf.element_size() * (leaf.numel() // max(count, 1))
+            held = byte_view(leaf).numpy().tobytes()
+            rows = [zlib.crc32(held[place * width : (place + 1) * width], row) for place, row in enumerate(rows)]
+    yield from rows
+
+
+def _original(dataset: Any, index: Any) -> Any:
+    while isinstance(dataset, Subset):
+        index, dataset = dataset.indices[index], dataset.dataset
+    return int(index) if isinstance(index, int) or hasattr(index, "__index__") else str(index)
+
+
+def _length(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return -1
+
+
+# -- Steps -------------------------------------------------------------------------------------------------------------
+
+
+@final
+class StepLog:
+    def __init__(self, log: RankLog) -> None:
+        self._log = log
+        self._depth = self._num_steps = 0
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._last: weakref.ref[Optimizer] | None = None
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        self._depth += 1
+        if self._depth > 1:  # within the step of an optimizer that holds another
+            return
+        self._last = weakref.ref(optimizer)
+        gradients = [each.grad for each in _parameters(optimizer) if each.grad is not None]
+        plain = [each.to_dense() if each.layout is not torch.strided else each for each in gradients]
+        norm = math.sqrt(sum(each.double().square().sum().item() for each in plain))
+        rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+        self._add("step", optimizer, lr=rates, norm=norm if math.isfinite(norm) else None)
+
+    def after_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - of the protocol
+        self._depth -= 1
+        if self._depth:
+            return
+        self._num_steps += 1
+        if self._num_steps >= self._log.limit * _PASSES:
+            self._log.add("stopped", steps=self._num_steps)
+            raise SystemExit(0)
+
+    def end(self) -> None:
+        optimizer = self._last() if self._last is not None else None
+        if optimizer is not None:
+            self._add("weights", optimizer)
+        self._log.add("end", steps=self._num_steps)
+
+    def _add(self, kind: str, optimizer: Optimizer, **values: Any) -> None:
+        number = self._numbers.setdefault(optimizer, len(self._numbers))
+        weights = int(sum_of_bits([each.detach() for each in _parameters(optimizer)]))
+        line = find_user_line()
+        self._log.add(kind, optimizer=number, weights=weights, line=line, state=_states()["torch"], **values)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    held = [each for group in optimizer.param_groups for each in group["params"]]
+    return [each for each in held if type(each) in (Tensor, nn.Parameter)]
+
+
+def _divisors(node: Any, scale: float = 1.0, depth: int = 0) -> Iterator[tuple[float, float]]:
+    """Yield by what the terms of a loss are divided: all in all, and that by numbers outside of its means."""
+    if node is None or depth > _DEEPEST:
+        return
+    name = node.name()
+    following = [each for each, _ in node.next_functions if each is not None]
+    if name == "NllLossBackward0" and saved_by(node, "reduction") == _REDUCTION_MEAN:
+        yield scale * float(saved_by(node, "total_weight")), scale
+    elif name == "MeanBackward0":
+        yield scale * math.prod(saved_by(node, "self_sym_sizes")), scale
+    elif name in _MEANS and saved_by(node, "reduction") == _REDUCTION_MEAN:
+        yield scale * saved_by(node, "self").numel(), scale
+    elif name in {"DivBackward0", "MulBackward0"} and len(following) == 1:
+        held = [saved_by(node, each) for each in ("other", "self")]
+        factor = next((float(each) for each in held if each is not None and each.numel() == 1), math.nan)
+        if math.isfinite(factor) and factor:
+            yield from _divisors(following[0], scale * factor if name == "DivBackward0" else scale / factor, depth + 1)
+    elif name == "SumBackward0":
+        yield scale, scale
+    elif name in {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "SqueezeBackward0"}:
+        for each in following:
+            yield from _divisors(each, scale, depth + 1)
+
+
+# -- Calls -------------------------------------------------------------------------------------------------------------
+
+
+def _is_users(depth: int) -> bool:
+    return not sys._getframe(depth + 1).f_code.co_filename.startswith(LIBRARIES)  # noqa: SLF001 - Python's name
+
+
+def _watch_calls(log: RankLog) -> None:  # noqa: C901 - one function for each name that is replaced
+    summed: dict[int, tuple[Tensor, str]] = {}  # held, so that no other tensor gets their memory
+
+    def backward(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            found: list[tuple[float, float]] = []
+            with suppress(Exception):  # the walk is over torch's own nodes, which change from release to release
+                found = [each for root in roots for each in _divisors(root.grad_fn)][:_MOST_DIVISORS]
+            line = next((summed[each.data_ptr()][1] for each in roots if each.data_ptr() in summed), "")
+            summed.clear()
+            log.add("backward", line=find_user_line(), divisors=found, summed=line)
+            return function(tensors, *args, **kwargs)
+
+        return call
+
+    def all_reduce(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if _is_users(1):
+                summed[tensor.data_ptr()] = tensor, find_user_line()
+            return function(tensor, *args, **kwargs)
+
+        return call
+
+    def clip(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            norm = function(*args, **kwargs)
+            log.add("clip", norm=float(norm), line=find_user_line())
+            return norm
+
+        return call
+
+    def join(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+            log.add("join")
+            return function(wrapper, *args, **kwargs)
+
+        return call
+
+    def come_later(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made = function(*args, **kwargs)
+            time.sleep(_SECONDS_APART * log.rank)
+            return made
+
+        return call
+
+    def schedule(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            if _is_users(1):
+                log.add("schedule", line=find_user_line())
+            return function(scheduler, *args, **kwargs)
+
+        return call
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            weights = int(sum_of_bits([each.detach() for each in module.parameters() if type(each) is nn.Parameter]))
+            layers = [type(each) for each in module.modules() if isinstance(each, AnyBatchNorm)]
+            is_synced = any(issubclass(each, TorchsSyncBatchNorm) for each in layers)
+            function(wrapper, module, *args, **kwargs)
+            norms = len(layers) if not is_synced else 0
+            log.add("wrapped", weights=weights, norms=norms, line=find_user_line())
+
+        return call
+
+    _replace(torch.autograd, "backward", backward)
+    _replace(dist, "all_reduce", all_reduce)
+    _replace(dist, "init_process_group", come_later)
+    _replace(nn.utils.clip_grad, "clip_grad_norm_", clip)
+    nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_
+    for kind in (LRScheduler, SequentialLR, ChainedScheduler):
+        _replace(kind, "step", schedule)
+    _replace(nn.parallel.DistributedDataParallel, "__init__", wrap)
+    _replace(nn.parallel.DistributedDataParallel, "join", join)
+
+
+# -- Messages and files ------------------------------------------------------------------------------------------------
+
+
+def _watch_messages(log: RankLog) -> None:
+    warn, hook = warnings.warn, sys.excepthook
+
+    @functools.wraps(warn)
+    def warn_and_log(message: Any, category: Any = None, stacklevel: int = 1, *args: Any, **kwargs: Any) -> None:
+        if "(LS" in str(message):
+            log.add("said", text=str(message), line=find_user_line(), error="")
+        warn(message, category, stacklevel + 1, *args, **kwargs)
+
+    def log_exception(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        line, here = "", trace
+        while here is not None:
+            file = here.tb_frame.f_code.co_filename
+            line = line if file.startswith(LIBRARIES) else f"{file}:{here.tb_lineno}"
+            here = here.tb_next
+        log.add("said", text=str(error), line=line, error=kind.__name__)
+        hook(kind, error, trace)
+
+    warnings.warn, sys.excepthook = warn_and_log, log_exception
+
+
+@final
+class FileLog:
+    """Which files of the user's this process opens for writing, renames or removes; each is copied before."""
+
+    def __init__(self, log: RankLog) -> None:
+        self._log = log
+        self._seen: set[str] = set()
+        self._busy = threading.local()
+        self._here = os.getcwd()  # noqa: PTH109 - a text
+        self._left_out = tuple(
+            os.path.join(os.path.realpath(each), "")  # noqa: PTH118 - texts, which are faster
+            for each in (tempfile.gettempdir(), "/dev", "/proc", "/sys", sys.prefix, os.path.expanduser("~/.cache"))  # noqa: PTH111
+        )
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        if getattr(self._busy, "now", False):
+            return
+        if event == "open":
+            path, mode, flags = args
+            if isinstance(path, str | os.PathLike) and ((mode and set(mode) & set("wax+")) or (flags or 0) & _WRITES):
+                self.note(path, "write")
+        elif event in {"os.remove", "os.rmdir", "os.mkdir"}:
+            self.note(_within(args[0], args[-1]), event.removeprefix("os."))
+        elif event == "os.rename":
+            self.note(_within(args[0], args[2]), "remove")
+            self.note(_within(args[1], args[3]), "write")
+
+    def note(self, path: Any, how: str) -> None:
+        if isinstance(path, bytes) or "__pycache__" in str(path):
+            return
+        full = os.path.abspath(os.path.join(self._here, os.fspath(path)))  # noqa: PTH100, PTH118
+        if full in self._seen and how == "write":
+            return
+        is_left_out = f"{full}{os.sep}".startswith(self._left_out) and not full.startswith(self._here + os.sep)
+        if is_left_out or full.endswith(".lock"):
+            return
+        self._seen.add(full)
+        self._busy.now = True
+        try:
+            exists, kept = os.path.lexists(full), ""
+            if how in {"write", "remove"} and os.path.isfile(full):  # noqa: PTH113
+                kept = self._keep(full)
+            self._log.add("file", path=full, how=how, existed=exists, kept=kept, line=find_user_line())
+        finally:
+            self._busy.now = False
+
+    def _keep(self, path: str) -> str:
+        kept = self._log.folder / "kept" / hashlib.sha256(path.encode()).hexdigest()
+        kept.parent.mkdir(exist_ok=True)
+        with Path(f"{kept}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                shutil.copy2(path, kept)
+        return str(kept)
+
+
+def _within(path: Any, folder: Any) -> Any:
+    if isinstance(folder, int) and folder >= 0 and isinstance(path, str):
+        with suppress(OSError):
+            return os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)  # noqa: PTH115, PTH118
+    return path
+
+
+def _watch_files(files: FileLog) -> None:
+    sys.addaudithook(files)
+
+    def save(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(file, str | os.PathLike):
+                files.note(file, "write")
+            return function(value, file, *args, **kwargs)
+
+        return call
+
+    _replace(torch, "save", save)
+
+
+def _reverse_folders(rank: int) -> None:
+    if rank % 2 == 0:
+        return
+    _replace(os, "listdir", lambda function: lambda *args: function(*args)[::-1])
+    _replace(os, "scandir", lambda function: lambda *args: ReversedScan(function(*args)))
+
+
+@final
+class ReversedScan:
+    """What `os.scandir` gives, in reverse order."""
+
+    def __init__(self, scan: Any) -> None:
+        with scan:
+            self._entries = iter(list(scan)[::-1])
+
+    def __iter__(self) -> "ReversedScan":
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> "ReversedScan":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._entries = iter(())
