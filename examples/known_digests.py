@@ -10,9 +10,10 @@ from lockstep.runs.listing import list_runs
 TORCH = "2.13.0"
 DIGITS = {
     "AVX512": "8f64ce9672fac814ec4f2416bf3c6fa3bc34563607ed8b0e7d7928347c666428",
+    "AVX512, of Intel": "8f55f50259d4cb687c392b853b53fee7b616c9cbff64dac84ceed12a5f7be680",
     "AVX2": "6cf2f76df39c784b1909a2caa402d696a6e4d7cbe26a0a59c361b87a130f6e63",
 }
-"""The digest of `make train` with this torch, by what torch finds of the processor."""
+"""The digest of `make train` with this torch, by what torch finds of the processor; the first is AMD's."""
 
 
 def describe(digest: str, fingerprint: str) -> str:

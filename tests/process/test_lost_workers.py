@@ -265,7 +265,7 @@ def test_a_run_whose_workers_are_all_killed_goes_on_from_its_newest_checkpoint(
     whole: Outcome, tmp_path: Path, workers: int, deaths: str, since: str
 ) -> None:
     # As where a container reaches its limit of memory. The launcher printed the command that does it.
-    found = train(tmp_path, workers, deaths, "respawn=1", "async_save=false")
+    found = train(tmp_path, workers, deaths, "respawn=1", "async_save=false", "first_steps_verified=0")
     check_equal(found, whole)
     said = f"The run goes on from {since}.ckpt with 2 workers" if since else "It starts again with 1 worker"
     assert said in found.stderr

@@ -140,7 +140,7 @@ def train_fetching_ahead(run: ls.Run, ahead: list[int], kill: tuple[int, int]) -
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         calls[0] += 1
-        if (run.rank, calls[0]) == kill and run.world_size > 1:
+        if (run.rank, calls[0]) == kill and run.world_size == len(ahead) > 1:  # not one that has this rank later
             os.kill(os.getpid(), signal.SIGKILL)
         return model(batch[:, None].float() / 120).square().mean()
 

@@ -109,10 +109,11 @@ def test_digits_train_and_the_checkpoint_bears_out_the_accuracy(tmp_path: Path) 
     finished = run(tmp_path, str(EXAMPLES / "digits.yaml"), "workers=2", "device_ids=cpu")
     digest = digest_line(finished).split()[1]
     processor = torch.backends.cpu.get_cpu_capability()
-    if torch.__version__.startswith(KNOWN["TORCH"]) and processor in KNOWN["DIGITS"]:
-        assert digest == KNOWN["DIGITS"][processor]
+    known = {each: name for name, each in KNOWN["DIGITS"].items() if name.startswith(processor)}
+    if torch.__version__.startswith(KNOWN["TORCH"]) and known:
+        assert digest in known
         said = warm.run([sys.executable, str(EXAMPLES / "known_digests.py")], timeout=60, cwd=tmp_path).stdout
-        assert f"gives it on processors with {processor}." in said
+        assert f"gives it on processors with {known[digest]}." in said
     folder = tmp_path / "runs" / "digits"
     newest = max(folder.glob("step-*.ckpt"))
     tensors = {name: value for name, value in load_file(newest).items() if not name.startswith("optimizer/")}
