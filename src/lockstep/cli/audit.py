@@ -36,7 +36,6 @@ _OTHERWISE: dict[str, Any] = {
     "save_code": False,
     "keep": 1,
     "keep_best": None,
-    "async_save": False,
 }
 """What a config is changed to where steps are only taken again."""
 _STEPS = re.compile(r"(\d*):(\d*)|(\d+)")
