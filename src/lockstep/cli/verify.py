@@ -62,7 +62,9 @@ def verify(
     Exit code 0 if the weights are equal after every step, or the script has no mistakes, 1 if not. A script is run as
     it is, on CPUs; files that it writes are put back.
     """
-    if given.suffix == ".py" and given.exists():
+    if given.suffix == ".py" and not given.exists():
+        raise UsageError(f"There is no script {given}. Name a script that is there, or a config: mine.yaml. (LS549)")
+    if given.suffix == ".py":
         counts = sorted(set(_read_counts(workers or _COUNTS_OF_SCRIPT)))
         verify_script(given, overrides or [], counts, steps or _BATCHES_OF_SCRIPT, as_json=as_json)
         return
