@@ -88,11 +88,11 @@ class OpenGroups:
     @contextmanager
     def refused(self) -> Iterator[None]:
         """Raise a RefusedCallError in place of each call of this thread, which the other ranks do not make (local)."""
-        self._refusing = threading.get_ident()
+        before, self._refusing = self._refusing, threading.get_ident()
         try:
             yield
         finally:
-            self._refusing = None
+            self._refusing = before
 
     def raise_if_refused(self) -> None:
         if self._refusing is not None and self._refusing == threading.get_ident():

@@ -23,7 +23,7 @@ import time
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, final
@@ -32,15 +32,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
-from torch.utils.data import Subset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from lockstep.parallel.comparison.optimizers import listen_to_steps
 from lockstep.processes.reproducibility import read_generator_states
 from lockstep.processes.user_line import LIBRARIES, find_user_line
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private.autograd import saved_by
-from lockstep.torch_private.loaders import LoaderIterator, loaded_from, watch_loading
+from lockstep.torch_private.loaders import LoaderIterator, watch_loading
 from lockstep.torch_private.modules import AnyBatchNorm, TorchsSyncBatchNorm, byte_view, tree_leaves
 
 _PASSES: Final = 4
@@ -79,6 +78,19 @@ def observe(folder: Path, rank: int, limit: int) -> None:
         _watch_calls(log)
 
 
+def _watch(owner: Any, name: str, look: Callable[..., None]) -> None:
+    """Let `look` be called with what a function is called with, before it."""
+
+    def make(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            look(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return call
+
+    _replace(owner, name, make)
+
+
 def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     function = getattr(owner, name)
     setattr(owner, name, functools.wraps(function)(make(function)))
@@ -99,21 +111,18 @@ class LoadingLog:
         self._num_iterators += 1
         return self._num_iterators
 
-    def given(self, iterator: LoaderIterator, batch: Any, indices: Sequence[Any] | None) -> bool:
+    def given(self, iterator: LoaderIterator, batch: Any) -> bool:
         number, loading, count = self._passes.get(iterator, (0, self._num_iterators, 0))
         if number == 0:
             self._num_passes += 1
             number = self._num_passes
         count += 1
         self._passes[iterator] = number, loading, count
-        dataset = loaded_from(iterator)[0]
         self._log.add(
             "batch",
             number=number,
             loading=loading,
             contents=list(_row_numbers(batch)),
-            indices=None if indices is None else [_original(dataset, each) for each in indices],
-            length=_length(dataset),
             line=find_user_line(),
             state=_states()["torch"],
         )
@@ -126,9 +135,9 @@ class LoadingLog:
         self._end(iterator, is_cut=False)
 
     def _end(self, iterator: LoaderIterator, *, is_cut: bool) -> None:
-        number, _, count = self._passes.pop(iterator, (0, 0, 0))
+        number, *_ = self._passes.pop(iterator, (0, 0, 0))
         if number:
-            self._log.add("pass_end", number=number, batches=count, is_cut=is_cut)
+            self._log.add("pass_end", number=number, is_cut=is_cut)
 
     def fetch(self, load: Callable[..., Any], fetcher: Any, wanted: Any) -> Any:
         before = _states()
@@ -162,19 +171,6 @@ def _row_numbers(batch: Any) -> Iterator[int]:
     yield from rows
 
 
-def _original(dataset: Any, index: Any) -> Any:
-    while isinstance(dataset, Subset):
-        index, dataset = dataset.indices[index], dataset.dataset
-    return int(index) if isinstance(index, int) or hasattr(index, "__index__") else str(index)
-
-
-def _length(dataset: Any) -> int:
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return -1
-
-
 # -- Steps -------------------------------------------------------------------------------------------------------------
 
 
@@ -203,14 +199,13 @@ class StepLog:
             return
         self._num_steps += 1
         if self._num_steps >= self._log.limit * _PASSES:
-            self._log.add("stopped", steps=self._num_steps)
+            self._log.add("stopped")
             raise SystemExit(0)
 
     def end(self) -> None:
         optimizer = self._last() if self._last is not None else None
         if optimizer is not None:
             self._add("weights", optimizer)
-        self._log.add("end", steps=self._num_steps)
 
     def _add(self, kind: str, optimizer: Optimizer, **values: Any) -> None:
         number = self._numbers.setdefault(optimizer, len(self._numbers))
@@ -224,25 +219,25 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [each for each in held if type(each) in (Tensor, nn.Parameter)]
 
 
-def _divisors(node: Any, scale: float = 1.0, depth: int = 0) -> Iterator[tuple[float, float]]:
-    """Yield by what the terms of a loss are divided: all in all, and that by numbers outside of its means."""
+def _divisors(node: Any, scale: float = 1.0, depth: int = 0) -> Iterator[float]:
+    """Yield by what the terms of a loss are divided."""
     if node is None or depth > _DEEPEST:
         return
     name = node.name()
     following = [each for each, _ in node.next_functions if each is not None]
     if name == "NllLossBackward0" and saved_by(node, "reduction") == _REDUCTION_MEAN:
-        yield scale * float(saved_by(node, "total_weight")), scale
+        yield scale * float(saved_by(node, "total_weight"))
     elif name == "MeanBackward0":
-        yield scale * math.prod(saved_by(node, "self_sym_sizes")), scale
+        yield scale * math.prod(saved_by(node, "self_sym_sizes"))
     elif name in _MEANS and saved_by(node, "reduction") == _REDUCTION_MEAN:
-        yield scale * saved_by(node, "self").numel(), scale
+        yield scale * saved_by(node, "self").numel()
     elif name in {"DivBackward0", "MulBackward0"} and len(following) == 1:
         held = [saved_by(node, each) for each in ("other", "self")]
         factor = next((float(each) for each in held if each is not None and each.numel() == 1), math.nan)
         if math.isfinite(factor) and factor:
             yield from _divisors(following[0], scale * factor if name == "DivBackward0" else scale / factor, depth + 1)
     elif name == "SumBackward0":
-        yield scale, scale
+        yield scale
     elif name in {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "SqueezeBackward0"}:
         for each in following:
             yield from _divisors(each, scale, depth + 1)
@@ -255,81 +250,37 @@ def _is_users(depth: int) -> bool:
     return not sys._getframe(depth + 1).f_code.co_filename.startswith(LIBRARIES)  # noqa: SLF001 - Python's name
 
 
-def _watch_calls(log: RankLog) -> None:  # noqa: C901 - one function for each name that is replaced
+def _watch_calls(log: RankLog) -> None:
     summed: dict[int, tuple[Tensor, str]] = {}  # held, so that no other tensor gets their memory
 
-    def backward(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            found: list[tuple[float, float]] = []
-            with suppress(Exception):  # the walk is over torch's own nodes, which change from release to release
-                found = [each for root in roots for each in _divisors(root.grad_fn)][:_MOST_DIVISORS]
-            line = next((summed[each.data_ptr()][1] for each in roots if each.data_ptr() in summed), "")
-            summed.clear()
-            log.add("backward", line=find_user_line(), divisors=found, summed=line)
-            return function(tensors, *args, **kwargs)
+    def backward(tensors: Any, *_: Any, **__: Any) -> None:
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        found: list[float] = []
+        with suppress(Exception):  # the walk is over torch's own nodes, which change from release to release
+            found = [each for root in roots for each in _divisors(root.grad_fn)][:_MOST_DIVISORS]
+        line = next((summed[each.data_ptr()][1] for each in roots if each.data_ptr() in summed), "")
+        summed.clear()
+        log.add("backward", line=find_user_line(), divisors=found, summed=line)
 
-        return call
+    def all_reduce(tensor: Tensor, *_: Any, **__: Any) -> None:
+        caller = sys._getframe(2).f_code.co_filename  # noqa: SLF001 - Python's name
+        if not caller.startswith(LIBRARIES):
+            summed[tensor.data_ptr()] = tensor, find_user_line()
 
-    def all_reduce(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if _is_users(1):
-                summed[tensor.data_ptr()] = tensor, find_user_line()
-            return function(tensor, *args, **kwargs)
+    def wrap(_wrapper: Any, module: nn.Module, *_: Any, **__: Any) -> None:
+        layers = [each for each in module.modules() if isinstance(each, AnyBatchNorm)]
+        log.add("wrapped", has_norms=not all(isinstance(each, TorchsSyncBatchNorm) for each in layers))
 
-        return call
+    _watch(torch.autograd, "backward", backward)
+    _watch(dist, "all_reduce", all_reduce)
+    _watch(nn.parallel.DistributedDataParallel, "__init__", wrap)
+    _watch(nn.parallel.DistributedDataParallel, "join", lambda *_, **__: log.add("join"))
+    _replace(dist, "init_process_group", lambda begin: lambda *args, **kwargs: _come_later(log, begin(*args, **kwargs)))
 
-    def clip(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            norm = function(*args, **kwargs)
-            log.add("clip", norm=float(norm), line=find_user_line())
-            return norm
 
-        return call
-
-    def join(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-            log.add("join")
-            return function(wrapper, *args, **kwargs)
-
-        return call
-
-    def come_later(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            made = function(*args, **kwargs)
-            time.sleep(_SECONDS_APART * log.rank)
-            return made
-
-        return call
-
-    def schedule(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            if _is_users(1):
-                log.add("schedule", line=find_user_line())
-            return function(scheduler, *args, **kwargs)
-
-        return call
-
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            weights = int(sum_of_bits([each.detach() for each in module.parameters() if type(each) is nn.Parameter]))
-            layers = [type(each) for each in module.modules() if isinstance(each, AnyBatchNorm)]
-            is_synced = any(issubclass(each, TorchsSyncBatchNorm) for each in layers)
-            function(wrapper, module, *args, **kwargs)
-            norms = len(layers) if not is_synced else 0
-            log.add("wrapped", weights=weights, norms=norms, line=find_user_line())
-
-        return call
-
-    _replace(torch.autograd, "backward", backward)
-    _replace(dist, "all_reduce", all_reduce)
-    _replace(dist, "init_process_group", come_later)
-    _replace(nn.utils.clip_grad, "clip_grad_norm_", clip)
-    nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_
-    for kind in (LRScheduler, SequentialLR, ChainedScheduler):
-        _replace(kind, "step", schedule)
-    _replace(nn.parallel.DistributedDataParallel, "__init__", wrap)
-    _replace(nn.parallel.DistributedDataParallel, "join", join)
+def _come_later(log: RankLog, begun: Any) -> Any:
+    time.sleep(_SECONDS_APART * log.rank)
+    return begun
 
 
 # -- Messages and files ------------------------------------------------------------------------------------------------
@@ -420,17 +371,12 @@ def _within(path: Any, folder: Any) -> Any:
 
 
 def _watch_files(files: FileLog) -> None:
+    def save(_value: Any, file: Any, *_: Any, **__: Any) -> None:
+        if isinstance(file, str | os.PathLike):
+            files.note(file, "write")
+
     sys.addaudithook(files)
-
-    def save(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(file, str | os.PathLike):
-                files.note(file, "write")
-            return function(value, file, *args, **kwargs)
-
-        return call
-
-    _replace(torch, "save", save)
+    _watch(torch, "save", save)
 
 
 def _reverse_folders(rank: int) -> None:

@@ -29,7 +29,6 @@ from typing import Any, Final, final
 from torch import nn
 
 from lockstep.comm import World
-from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.data import ShardedBatch, ShardedLoader, Slice
 from lockstep.data.contents import slice_number
 from lockstep.data.keyed import generators_of_training
@@ -38,7 +37,7 @@ from lockstep.engine.optimizers import UpdateSpec
 from lockstep.engine.shard_runs import RandomStates, ShardRuns
 from lockstep.engine.side_effects import LeftState
 from lockstep.engine.step_table import Column, CurrentStep, Rows, StepPart
-from lockstep.errors import GroupError, LossError
+from lockstep.errors import LossError
 from lockstep.processes.other_process import DIFFERENCES, as_another_process
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce.model import describe_options
@@ -116,16 +115,11 @@ class FirstSteps(StepPart):
         has_told = any(each.has_told for each in state.watches.values())
         if not batch.slices or batch.load_shard is None or left.has_iterators or has_told:
             return _NOTHING
+        look = partial(self._compute, batch, step.update, batch.load_shard)
         try:
             state.model.zero_grad(set_to_none=True)
-            with OPEN_GROUPS.refused(), warnings.catch_warnings(action="ignore"):
-                return self._compute(batch, step.update, batch.load_shard)
-        except GroupError:
-            raise
-        except Exception:  # noqa: BLE001 - of the user's code, or memory has run out
-            return _NOTHING
+            return left.put_back_after(look, otherwise=_NOTHING)
         finally:
-            left.put_back()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
@@ -277,17 +271,9 @@ class FirstEvaluation:
     def _look(self) -> SeenShards:
         if self._first is None or self._before is None or self._before.has_iterators:
             return _NOTHING
-        (batch, part, found), before = self._first, self._before
-        after = LeftState(self._model, [self._metric])
-        try:
-            with OPEN_GROUPS.refused(), warnings.catch_warnings(action="ignore"):
-                return self._compute(before, batch, part, _numbers_of(found))
-        except GroupError:
-            raise
-        except Exception:  # noqa: BLE001 - of the user's code, which cannot be called again
-            return _NOTHING
-        finally:
-            after.put_back()
+        batch, part, found = self._first
+        look = partial(self._compute, self._before, batch, part, _numbers_of(found))
+        return LeftState(self._model, [self._metric]).put_back_after(look, otherwise=_NOTHING)
 
     def _compute(self, before: LeftState, batch: ShardedBatch, part: Slice, numbers: list[int]) -> SeenShards:
         def compute(each: Slice) -> list[int]:

@@ -19,11 +19,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.open_calls import OPEN_GROUPS
 from lockstep.engine.networks import number_of_values
 from lockstep.errors import GroupError
 from lockstep.held_objects import CACHED_FUNCTION, CONTAINERS, Held, Walk, set_again
@@ -31,6 +32,7 @@ from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.torch_private.loaders import LoaderIterator, num_yielded
 from lockstep.torch_private.modules import version_of
 
+_Seen = TypeVar("_Seen")
 _PLAIN = (bool, int, float, complex, str, bytes)
 _NUM_IDENTIFIED = 1 << 14
 """The most items of a container that are told apart, the last ones."""
@@ -113,6 +115,18 @@ class LeftState:
                 before.put_back()
             elif after is not None and isinstance(after.held.holder, dict) and id(after.held.holder) in self._known:
                 after.held.holder.pop(after.held.key, None)
+
+    def put_back_after(self, look: Callable[[], _Seen], *, otherwise: _Seen) -> _Seen:
+        """Return what `look` sees, which calls the user's code again; `otherwise` where that cannot be (local)."""
+        try:
+            with OPEN_GROUPS.refused(), warnings.catch_warnings(action="ignore"):
+                return look()
+        except GroupError:
+            raise
+        except Exception:  # noqa: BLE001 - of the user's code, which counts its calls, say; or memory has run out
+            return otherwise
+        finally:
+            self.put_back()
 
     @contextmanager
     def far_ahead(self) -> Iterator[list[str]]:
@@ -209,23 +223,19 @@ class StateWatch:
         compute: Callable[[], Sequence[Tensor]],
         compute_other: Callable[[], Sequence[Tensor]],
     ) -> bool:
-        after, parameters = LeftState(self._model, self._functions), number_of_values(self._model)
-        try:
+        def is_other() -> bool:
             before.put_back()
             first, *gradients = compute()
             before.put_back()
             compute_other()
             again, *others = compute()
-        except GroupError:
-            raise
-        except Exception:  # noqa: BLE001 - of the user's code, which raises it again in a shard, or counts its calls
-            return False
-        finally:
-            after.put_back()
-        if parameters != number_of_values(self._model):
-            return False  # the forward writes parameters, and the losses differ for that: the step will fail
-        pairs = [(loss, first), (loss, again), *zip(gradients, others, strict=False)]
-        return len(gradients) != len(others) or not all(itertools.starmap(_are_equal, pairs))
+            if parameters != number_of_values(self._model):
+                return False  # the forward writes parameters, and the losses differ for that: the step will fail
+            pairs = [(loss, first), (loss, again), *zip(gradients, others, strict=False)]
+            return len(gradients) != len(others) or not all(itertools.starmap(_are_equal, pairs))
+
+        parameters = number_of_values(self._model)
+        return LeftState(self._model, self._functions).put_back_after(is_other, otherwise=False)
 
 
 def _warn(names: Sequence[str], *, matters: bool) -> None:

@@ -13,17 +13,17 @@ def epoch(number: int, samples: range, *, trains: bool = True, weights: int = 0,
     parts = [list(samples[start : start + 4]) for start in range(0, len(samples), 4)]
     for place, contents in enumerate(parts):
         found.append(
-            {"kind": "batch", "number": number, "loading": number, "contents": contents, "indices": None, "state": 0}
-            | {"length": 64, "line": "a.py:1"}
+            {"kind": "batch", "number": number, "loading": number, "contents": contents, "state": 0}
+            | {"line": "a.py:1"}
         )
         if trains:
             over = divisor or len(contents)
-            found.append({"kind": "backward", "line": "a.py:2", "divisors": [[over, 1.0]], "summed": ""})
+            found.append({"kind": "backward", "line": "a.py:2", "divisors": [over], "summed": ""})
             found.append(
                 {"kind": "step", "optimizer": 0, "weights": place + (weights if place else 0), "line": "a.py:3"}
                 | {"lr": [0.1], "norm": 1.0, "state": 1}
             )
-    return [*found, {"kind": "pass_end", "number": number, "batches": len(parts), "is_cut": False}]
+    return [*found, {"kind": "pass_end", "number": number, "is_cut": False}]
 
 
 def write(path: str) -> dict[str, Any]:

@@ -2,15 +2,13 @@
 
 A run is a list of events of each rank, in order, as `drop_in/observation.py` writes them:
 
-    batch      number of the pass over a loader, contents of its samples as numbers, their indices, line
-    pass_end   how many batches it had, whether it was ended early
+    batch      number of the pass over a loader, contents of its samples as numbers, line
+    pass_end   whether it was ended early
     draw       random generators that loading a batch has used: the process, the states before
-    backward   by what the terms of the loss are divided, in all and outside of means
+    backward   by what the terms of the loss are divided
     step       of which optimizer, weights before it as a number, learning rates, norm of the gradients
-    clip       the norm that it found
-    schedule   a step of a scheduler
     join       of the wrapper: ranks may have other numbers of batches
-    wrapped    a model in DistributedDataParallel: weights as a number, BatchNorm layers that are not synchronized
+    wrapped    a model in DistributedDataParallel: whether it has BatchNorm layers that are not synchronized
     file       a path, what is done with it, whether it existed
     said       a message with a code, or the exception that ended the script
 
@@ -22,7 +20,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Final
 
 from lockstep.doctor.scripts.source import Level
@@ -31,7 +28,7 @@ from lockstep.errors import counted
 Event = Mapping[str, Any]
 _FEWEST_SAMPLES: Final = 8
 _NEAR: Final = 0.02
-_MOST_PLACES: Final = 4
+_ROUNDING: Final = 1e-4
 _UNLIKE: Final = re.compile(r"[0-9a-f]{8,}|\d+")
 _CODE: Final = re.compile(r"\(LS(\d)\d\d\)$")
 _ABOUT_SCRIPTS: Final = "23457"
@@ -62,9 +59,9 @@ class Pass:
     trains: bool
     is_whole: bool
 
-    def samples(self, *, by_index: bool) -> list[Any]:
-        name = "indices" if by_index else "contents"
-        return [each for batch in self.batches for each in batch[name] or ()]
+    @property
+    def samples(self) -> list[int]:
+        return [each for batch in self.batches for each in batch["contents"]]
 
 
 def judge_runs(runs: Mapping[int, ObservedRun]) -> list[ObservedFinding]:
@@ -80,8 +77,6 @@ def _judge_one(size: int, runs: Mapping[int, ObservedRun]) -> Iterator[ObservedF
     run, alone = runs[size], runs.get(1)
     yield from _said(size, run, alone)
     if size == 1:
-        yield from _order_of_epochs(run)
-        yield from _accumulation(run)
         return
     yield from _files(run)
     if run.exit_code != 0:  # what is missing then is a consequence
@@ -89,13 +84,10 @@ def _judge_one(size: int, runs: Mapping[int, ObservedRun]) -> Iterator[ObservedF
     if not _of(run.ranks[0], "join"):
         yield from _weights(size, run)
         yield from _numbers_of_steps(run)
-    yield from _starts(run)
-    yield from _clips(run)
     yield from _losses(run)
     yield from _loading(run)
     yield from _training_samples(size, run, alone)
     yield from _evaluation(size, run, alone)
-    yield from _norms(run)
     if alone is not None:
         yield from _against_one(size, run, alone)
 
@@ -168,29 +160,6 @@ def _weights(size: int, run: ObservedRun) -> Iterator[ObservedFinding]:
                 return
 
 
-def _starts(run: ObservedRun) -> Iterator[ObservedFinding]:
-    for row in zip(*(_of(events, "wrapped") for events in run.ranks), strict=False):
-        if len({each["weights"] for each in row}) > 1:
-            yield _note(
-                row[0]["line"],
-                "The ranks build the model with different weights, and rank 0's are sent to all. Seeds differ before "
-                "the model is made: that is well for noise, but not for a split of the data or for anything else that "
-                "all ranks must draw alike. (LS540)",
-            )
-            return
-
-
-def _clips(run: ObservedRun) -> Iterator[ObservedFinding]:
-    for row in zip(*(_of(events, "clip") for events in run.ranks), strict=False):
-        if not _are_near([each["norm"] for each in row]):
-            yield _mistake(
-                row[0]["line"],
-                "Gradients are clipped before they are averaged: their norm differs from rank to rank. Clip after the "
-                "last backward of a step, outside of no_sync. (LS541)",
-            )
-            return
-
-
 def _losses(run: ObservedRun) -> Iterator[ObservedFinding]:
     summed = next((each for events in run.ranks for each in _of(events, "backward") if each["summed"]), None)
     if summed is not None:
@@ -209,39 +178,18 @@ def _losses(run: ObservedRun) -> Iterator[ObservedFinding]:
         for row in zip(*(_of(events, "backward") for events in run.ranks), strict=False)
         if len({len(each["divisors"]) for each in row}) == 1
         and any(
-            not _are_near([divisor for divisor, _ in term])
+            max(term) - min(term) > _ROUNDING * max(map(abs, term))
             for term in zip(*(each["divisors"] for each in row), strict=True)
         )
     ]
     if differs and (is_even or not any(sizes[0])):
-        terms = [[each[0] for each in each_rank["divisors"]] for each_rank in differs[0]]
-        shown = ", ".join(f"{each[0]:g}" for each in terms)
+        shown = ", ".join(f"{each['divisors'][0]:g}" for each in differs[0])
         yield _mistake(
             differs[0][0]["line"],
             f"The loss is a mean over other numbers of elements on each rank ({shown}), although the batches have the "
             "same size: the mean over ranks then weighs tokens or boxes of one rank more than those of another. Divide "
             "the sum by the count of all ranks: ls.mean_over_ranks(total, count). (LS541)",
         )
-
-
-def _accumulation(run: ObservedRun) -> Iterator[ObservedFinding]:
-    batches, scales, full = 0, list[float](), 0
-    for event in run.ranks[0]:
-        if event["kind"] == "batch":
-            batches += 1
-        elif event["kind"] == "backward":
-            scales += [each[1] for each in event["divisors"][:1]]
-        elif event["kind"] == "step":
-            num = len(scales)
-            full += num > 1 and batches >= num and all(each == 1 for each in scales)
-            if full > 1:
-                yield _note(
-                    event["line"],
-                    f"The gradients of {num} batches are added up for a step, and no loss is divided by {num}: it "
-                    f"is {num} times as long as that of one batch. Divide each loss by the number of batches. (LS546)",
-                )
-                return
-            batches, scales = 0, []
 
 
 def _files(run: ObservedRun) -> Iterator[ObservedFinding]:
@@ -294,24 +242,25 @@ def _shift(part: str, rank: int) -> int | None:
 
 def _loading(run: ObservedRun) -> Iterator[ObservedFinding]:
     """Look for random numbers that come again: in another loading process, or in the next epoch."""
-    for events in run.ranks[:1]:
-        trained = {each.number: each for each in passes(events) if each.trains}
-        lines = {batch["loading"]: batch["line"] for each in trained.values() for batch in each.batches}
-        first: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)  # kind -> (loading, worker) -> state
-        for each in _of(events, "draw"):
+    trained = [batch for each in passes(run.ranks[0]) if each.trains for batch in each.batches]
+    lines = {batch["loading"]: batch["line"] for batch in trained}
+    firsts: dict[tuple[str, int, int], int] = {}  # of each generator, pass and process
+    for each in _of(run.ranks[0], "draw"):
+        if each["loading"] in lines:
             for name, state in each["states"].items():
-                if each["loading"] in lines:
-                    first[name].setdefault((each["loading"], each["worker"]), state)
-        for name, states in first.items():
-            for one, other in _pairs_alike(states):
-                where = "loading processes" if one[0] == other[0] else "epochs"
-                yield _mistake(
-                    lines[one[0]],
-                    f"All {where} of the DataLoader begin with the same state of {_GENERATORS[name]}: augmentations "
-                    f"come again in each of them. Seed by torch.initial_seed() in worker_init_fn, which is another "
-                    "number in each process and epoch, or do not seed there at all. (LS543)",
-                )
-                break
+                firsts.setdefault((name, each["loading"], each["worker"]), state)
+    seen: dict[tuple[str, int], int] = {}
+    for (name, loading, _), state in firsts.items():
+        if (name, state) in seen:
+            where = "loading processes" if seen[name, state] == loading else "epochs"
+            yield _mistake(
+                lines[loading],
+                f"All {where} of the DataLoader begin with the same state of {_GENERATORS[name]}: augmentations come "
+                "again in each of them. Seed by torch.initial_seed() in worker_init_fn, which is another number in "
+                "each process and epoch, or do not seed there at all. (LS543)",
+            )
+            return
+        seen[name, state] = loading
 
 
 _GENERATORS: Final = {
@@ -321,65 +270,37 @@ _GENERATORS: Final = {
 }
 
 
-def _pairs_alike(states: Mapping[tuple[int, int], int]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    seen: dict[int, tuple[int, int]] = {}
-    for place, state in states.items():
-        if state in seen:
-            yield seen[state], place
-        seen.setdefault(state, place)
-
-
-def _order_of_epochs(run: ObservedRun) -> Iterator[ObservedFinding]:
-    trained = [each for each in passes(run.ranks[0]) if each.trains and each.is_whole]
-    for one, other in pairwise(trained):
-        orders = [each.samples(by_index=all(batch["indices"] for batch in each.batches)) for each in (one, other)]
-        if orders[0] == orders[1] and len(set(orders[0])) >= _FEWEST_SAMPLES:
-            yield _note(
-                other.batches[0]["line"],
-                "Every epoch has the samples in the same order, with any number of ranks. If they shall be shuffled, "
-                "DistributedSampler(..., shuffle=True) and set_epoch(epoch) before each epoch do it. (LS543)",
-            )
-            return
-
-
-def _draws(events: Sequence[Event]) -> bool:
-    return bool(_of(events, "draw"))
-
-
 def _training_samples(size: int, run: ObservedRun, alone: ObservedRun | None) -> Iterator[ObservedFinding]:
-    firsts = [next((each for each in passes(events) if each.trains), None) for events in run.ranks]
-    if any(each is None for each in firsts):
+    trained = [each for each in map(_first_trained, run.ranks) if each is not None]
+    parts = [set(each.samples) for each in trained]
+    if len(parts) < size or _of(run.ranks[0], "draw"):  # or what is drawn is another sample each time
         return
-    trained = [each for each in firsts if each is not None]
-    by_index = _draws(run.ranks[0])
-    parts = [set(each.samples(by_index=by_index)) for each in trained]
-    line = trained[0].batches[0]["line"]
-    if len(parts[0]) >= _FEWEST_SAMPLES and all(part == parts[0] for part in parts) and not by_index:
+    line, same = trained[0].batches[0]["line"], parts[0]
+    if len(same) >= _FEWEST_SAMPLES and all(part == same for part in parts):
         yield _mistake(
             line,
-            f"All {size} ranks train on the same {len(parts[0])} samples, so they do the work of one. Give each its "
+            f"All {size} ranks train on the same {len(same)} samples, so they do the work of one. Give each its "
             "part: DataLoader(dataset, sampler=DistributedSampler(dataset)). (LS542)",
         )
         return
-    first = _first_passes(alone) if alone is not None else None
-    if first is None or not all(each.is_whole for each in (*trained, first)) or _draws(alone.ranks[0] if alone else ()):
+    first = _first_trained(alone.ranks[0]) if alone is not None else None
+    if first is None or not all(each.is_whole for each in (*trained, first)):
         return
-    everything, here = set(first.samples(by_index=by_index)), set().union(*parts)
-    if not by_index and len(here - everything) > len(here) * _NEAR:
+    everything, here = set(first.samples), set().union(*parts)
+    if len(here - everything) > len(here) * _NEAR:
         return  # samples that are computed anew each time
-    left_out = everything - here
     most = sum(max(len(batch["contents"]) for batch in each.batches) for each in trained)
-    if len(left_out) > most and not by_index:
+    if len(everything - here) > most:
         yield _mistake(
             line,
-            f"With {size} ranks an epoch leaves out {len(left_out)} of the {len(everything)} samples that it has with "
-            "one rank: the parts of the ranks are not all of the data. A DistributedSampler gives parts that are. "
-            "(LS542)",
+            f"With {size} ranks an epoch leaves out {len(everything - here)} of the {len(everything)} samples that it "
+            "has with one rank: the parts of the ranks are not all of the data. A DistributedSampler gives parts that "
+            "are. (LS542)",
         )
 
 
-def _first_passes(run: ObservedRun) -> Pass | None:
-    return next((each for each in passes(run.ranks[0]) if each.trains), None)
+def _first_trained(events: Sequence[Event]) -> Pass | None:
+    return next((each for each in passes(events) if each.trains), None)
 
 
 def _evaluated(run: ObservedRun) -> tuple[Counter[Any], str, bool] | None:
@@ -390,7 +311,7 @@ def _evaluated(run: ObservedRun) -> tuple[Counter[Any], str, bool] | None:
         for each in passes(events):
             num_trained += each.trains
             if num_trained == 1 and not each.trains:
-                found.update(each.samples(by_index=False))
+                found.update(each.samples)
                 line, is_whole = line or each.batches[0]["line"], is_whole and each.is_whole
     return (found, line, is_whole) if found else None
 
@@ -428,78 +349,48 @@ def _numbers_of_steps(run: ObservedRun) -> Iterator[ObservedFinding]:
         )
 
 
-def _norms(run: ObservedRun) -> Iterator[ObservedFinding]:
-    for each in _of(run.ranks[0], "wrapped"):
-        if each["norms"]:
-            yield _note(
-                each["line"],
-                f"{counted(each['norms'], 'BatchNorm layer')} normalize with each rank's own samples and keep rank 0's "
-                "statistics: results depend on the number of ranks where batches are small. "
-                "SyncBatchNorm.convert_sync_batchnorm uses the samples of all. (LS547)",
-            )
-            return
-
-
 def _against_one(size: int, run: ObservedRun, alone: ObservedRun) -> Iterator[ObservedFinding]:
-    mine, ones = run.ranks[0], alone.ranks[0]
-    steps, steps_alone = _of(mine, "step"), _of(ones, "step")
-    if not (steps and steps_alone):
+    here, there = (_of(each.ranks[0], "step") for each in (run, alone))
+    if not (here and there):
         return
-    per_step = [len(_of(each, "schedule")) / len(_of(each, "step")) for each in (mine, ones)]
-    if _of(mine, "schedule") and per_step[1] >= 1 - _NEAR and abs(per_step[0] / per_step[1] - size) < size * 0.1:
-        yield _mistake(
-            _of(mine, "schedule")[0]["line"],
-            f"The scheduler takes {per_step[0]:g} steps for each step of the optimizer with {size} ranks and "
-            f"{per_step[1]:g} with one: the learning rate falls {size} times as fast. (LS546)",
-        )
-    totals = [sum(_first_batch(events) for events in each.ranks) for each in (run, alone)]
-    if not all(totals):
-        return
-    rates = [each[0]["lr"] for each in (steps, steps_alone)]
-    if totals[0] > totals[1] * 1.1 and rates[0] == rates[1]:
+    samples, ones = _samples_of_first_step(run), _samples_of_first_step(alone)
+    if samples.total() > ones.total() * 1.1 and ones and here[0]["lr"] == there[0]["lr"]:
         yield _note(
-            steps[0]["line"],
-            f"A step has {totals[0]} samples with {size} ranks and {totals[1]} with one, at the same learning rate "
-            f"{rates[0][0]:g}. Keep the size of the whole batch, or choose a learning rate for the larger one. (LS546)",
+            here[0]["line"],
+            f"A step has {samples.total()} samples with {size} ranks and {ones.total()} with one, at the same learning "
+            f"rate {here[0]['lr'][0]:g}. Keep the size of the whole batch, or choose a learning rate for the larger "
+            "one. (LS546)",
         )
-    if totals[0] == totals[1] and _are_first_samples_alike(run, alone) and not _is_random(mine):
-        norms = [each[0]["norm"] for each in (steps, steps_alone)]
-        alike = steps[0]["weights"] == steps_alone[0]["weights"] and None not in norms
-        has_norms = any(each["norms"] for each in _of(mine, "wrapped"))
-        if alike and norms[1] and not has_norms and abs(norms[0] / norms[1] - 1) > _NEAR:
-            yield _mistake(
-                steps[0]["line"],
-                f"The same weights and the same {totals[0]} samples give a gradient of norm {norms[0]:.4g} with {size} "
-                f"ranks and {norms[1]:.4g} with one. The loss or the gradient is scaled by the number of ranks, or is "
-                "no mean over samples. (LS541)",
-            )
+    norms = [each[0]["norm"] for each in (here, there)]
+    is_alike = samples == ones and here[0]["weights"] == there[0]["weights"] and None not in norms
+    has_norms = any(each["has_norms"] for each in _of(run.ranks[0], "wrapped"))
+    if (
+        is_alike
+        and norms[1]
+        and not has_norms
+        and not _is_random(run.ranks[0])
+        and abs(norms[0] / norms[1] - 1) > _NEAR
+    ):
+        yield _mistake(
+            here[0]["line"],
+            f"The same weights and the same {samples.total()} samples give a gradient of norm {norms[0]:.4g} with "
+            f"{size} ranks and {norms[1]:.4g} with one. The loss or the gradient is scaled by the number of ranks, or "
+            "is no mean over samples. (LS541)",
+        )
 
 
-def _first_batch(events: Sequence[Event]) -> int:
-    """Return how many samples the first step has on a rank."""
-    end = next((place for place, each in enumerate(events) if each["kind"] == "step"), 0)
-    first = next((each for each in passes(events) if each.trains), None)
-    if first is None:
-        return 0
-    return sum(len(each["contents"]) for each in _of(events[:end], "batch") if each["number"] == first.number)
-
-
-def _are_first_samples_alike(run: ObservedRun, alone: ObservedRun) -> bool:
-    found = []
-    for each in (run, alone):
-        samples = Counter[int]()
-        for events in each.ranks:
-            end = next((place for place, event in enumerate(events) if event["kind"] == "step"), 0)
-            samples.update(number for event in _of(events[:end], "batch") for number in event["contents"])
-        found.append(samples)
-    return found[0] == found[1]
+def _samples_of_first_step(run: ObservedRun) -> Counter[int]:
+    """Count the samples that all ranks have had from their first training pass before the first step."""
+    found = Counter[int]()
+    for events in run.ranks:
+        end = next((place for place, each in enumerate(events) if each["kind"] == "step"), 0)
+        first = _first_trained(events)
+        batches = [each for each in _of(events[:end], "batch") if first and each["number"] == first.number]
+        found.update(number for each in batches for number in each["contents"])
+    return found
 
 
 def _is_random(events: Sequence[Event]) -> bool:
     """Whether numbers were drawn between the first batch and the step."""
     batches, steps = _of(events, "batch"), _of(events, "step")
     return not batches or batches[0]["state"] != steps[0]["state"]
-
-
-def _are_near(values: Sequence[float]) -> bool:
-    return max(values) - min(values) <= 1e-4 * max(map(abs, values))
