@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.secrets import hide_password, is_secret_variable
@@ -61,6 +62,21 @@ KERNEL_VARIABLES = {
     ),
 }
 """Variables from which libraries choose their kernels, by the type of device."""
+
+_PORTABLE = {
+    "LOCKSTEP_PORTABLE": "1",
+    "ATEN_CPU_CAPABILITY": "default",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "DNNL_MAX_CPU_ISA": "SSE41",
+    "MKL_CBWR": "COMPATIBLE",
+    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    "OPENBLAS_CORETYPE": "Nehalem",
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+}
+"""Has libraries compute as on a processor with SSE4.2 alone, in one thread; see `lockstep.torch_private.portable`."""
+_GLIBC, _HWCAPS = "GLIBC_TUNABLES", "glibc.cpu.hwcaps="
+_WITHOUT_FMA = f"{_HWCAPS}-FMA,-FMA4,-FMA_Usable,-FMA4_Usable"
+"""Has glibc round after each multiplication; the later names are those of versions before 2.33."""
 
 VISIBLE_VARIABLES = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """What hides accelerators other than CUDA's: their numbers, separated by commas."""
@@ -275,6 +291,33 @@ class Settings:
         read_once = {"PYTHONHASHSEED": str(seed % _NUM_HASH_SEEDS), CUBLAS_VARIABLE: CUBLAS_WORKSPACE}
         unset = {name: value for name, value in read_once.items() if not self.variables.get(name)}  # empty: not set
         return {**defaults, **self.variables, **unset, **overrides}
+
+    def is_portable(self) -> bool:
+        return self.variables.get("LOCKSTEP_PORTABLE") == "1"
+
+    def portable_variables(self) -> dict[str, str]:
+        """Return what a process must be started with for the same bits on every processor."""
+        import numpy as np
+
+        known: Any = np.show_config(mode="dicts")
+        vectors = known["SIMD Extensions"]  # above what this build of NumPy needs
+        others = [each for each in self.variables.get(_GLIBC, "").split(":") if each and not each.startswith(_HWCAPS)]
+        return {
+            **_PORTABLE,
+            _GLIBC: ":".join([*others, _WITHOUT_FMA]),
+            "NPY_DISABLE_CPU_FEATURES": " ".join([*vectors.get("found", ()), *vectors.get("not found", ())]),
+        }
+
+    def missing_for_portable(self) -> dict[str, str]:
+        """Return those of `portable_variables` that this process was started without, or that have changed since."""
+        with open("/proc/self/environ", "rb") as file:  # noqa: PTH123 - pathlib is slow to import
+            begun = os.fsdecode(file.read()).split("\0")
+        wanted = self.portable_variables()
+        missing = {name for name, value in wanted.items() if f"{name}={value}" not in begun}
+        missing |= {name for name, value in wanted.items() if self.variables.get(name) != value}
+        if any(each.endswith(_WITHOUT_FMA) for each in begun):  # where glibc parses them, zeros stand for colons
+            missing.discard(_GLIBC)
+        return {name: value for name, value in wanted.items() if name in missing}
 
     def cublas_workspace(self) -> str:
         return self.variables.get(CUBLAS_VARIABLE, "")

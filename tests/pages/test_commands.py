@@ -84,7 +84,7 @@ def test_a_command_of_a_page_prints_what_the_page_shows(
     folders: dict[str, Path], page: str, command: str, shown: str
 ) -> None:
     script = files(DOCS / page).get(command.removeprefix("python ").partition(" ")[0], "")
-    start = in_a_shell if re.search("[<>&$;]", command) else without_an_import
+    start = in_a_shell if re.search("[<>&$;]|portable", command) else without_an_import
     for library in LIBRARIES:
         if re.search(rf"^ *(import|from) {library}\b", script, re.MULTILINE):
             pytest.importorskip(library)

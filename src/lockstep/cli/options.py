@@ -147,5 +147,5 @@ def call_on_saved(
     placement = place_workers(config.device_ids, workers=config.workers, force=force, max_workers=config.num_shards)
     config.check_workers(len(placement.devices))
     typer.echo(f"devices: {placement.reason}", err=is_quiet)
-    settings = LaunchSettings(devices=placement, threads_per_worker=config.threads_per_worker)
+    settings = LaunchSettings(devices=placement, threads_per_worker=config.threads_per_worker, portable=config.portable)
     return call_on_workers(function, (saved, *arguments), {}, settings)[0]

@@ -62,6 +62,9 @@ def run(
         int | None,
         typer.Option(min=1, help="OMP_NUM_THREADS.  [default: its value, or cores / workers]"),
     ] = None,
+    portable: Annotated[
+        bool, typer.Option("--portable", help="Compute the same bits on every x86-64 processor: on CPUs, in 1 thread.")
+    ] = False,
     is_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", "--no_python", help="SCRIPT is an executable.")] = False,
     drop_in: Annotated[
@@ -114,6 +117,7 @@ def run(
         arguments=tuple(arguments or ()),
         placement=place_workers(devices, workers=workers, force=force),
         num_threads=threads_per_worker,
+        portable=portable,
         own_card_only=virtual_local_rank,
         local_rank_option="--local_rank" if pass_local_rank_underscore else "--local-rank" * pass_local_rank,
         has_prefix=not no_prefix,

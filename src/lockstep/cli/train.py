@@ -168,6 +168,7 @@ def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[
             held,
             placement,
             threads=config.threads_per_worker,
+            portable=config.portable,
             replaces=bool(config.respawn or config.spares),
             modules=["lockstep.cli.train", "lockstep.runs.fit"],
         )
@@ -197,6 +198,7 @@ def _train_launched(wanted: OpenRequest, stop: StopRequest, arguments: Sequence[
             devices=placement,
             force=force,
             threads_per_worker=config.threads_per_worker,
+            portable=config.portable,
             elastic=elastic,
             start_again=_start_again(job, placement),
             stop=stop,
@@ -293,6 +295,7 @@ def _train_joined(wanted: OpenRequest, stop: StopRequest, launcher: "WorldVariab
                 workers=config.workers,
                 devices=config.device_ids,
                 threads=config.threads_per_worker,
+                portable=config.portable,
                 seed=0,
             )
     if isinstance(result, StopResult):

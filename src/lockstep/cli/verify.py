@@ -129,6 +129,7 @@ def _run(config: Config, placement: Placement, num_steps: int, reference: Path, 
         is_first,
         devices=placement,
         threads_per_worker=config.threads_per_worker,
+        portable=config.portable,
     )
 
 

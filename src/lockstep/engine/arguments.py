@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
@@ -30,8 +31,11 @@ from lockstep.errors import counted
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce import BucketLimits
 from lockstep.reduce.model import Description, describe_differences
+from lockstep.settings import read_settings
 from lockstep.shards import shard_range
+from lockstep.torch_private.compiler import has_compiled_part
 from lockstep.torch_private.modules import TorchsSyncBatchNorm, complete_optimizer
+from lockstep.torch_private.portable import make_portable
 
 _COMPARED = (
     *("num_shards", "seed", "every", "max_grad_norm", "precision", "track_grad_norm", "compile", "nonfinite"),
@@ -125,6 +129,9 @@ def _check_own(arguments: TrainerArguments, world: World) -> Description:
             'on_worker_loss="continue" is for one loss function: workers could be apart by one of the updates of a '
             'step. Use on_worker_loss="stop", and resume from a checkpoint. (LS501)'
         )
+    if read_settings().is_portable():
+        is_compiled = bool(arguments.compile) or has_compiled_part(arguments.model)
+        make_portable(torch.device(find_device_type(arguments.model)), is_compiled=is_compiled)
     shard_range(world.rank, world.world_size, num_shards)
     check_batchnorm(arguments.model, world, num_shards)
     return _describe(arguments)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
+import numpy as np
 import torch
 
 from lockstep.processes.reproducibility import set_deterministic
@@ -133,6 +134,8 @@ def _describe_device(device: torch.device) -> str:
         return f"cuda {torch.cuda.get_device_name(device)}"
     if device.type != "cpu":
         return device.type
+    if read_settings().is_portable():
+        return "cpu portable"
     return f"cpu {_cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
 
 
@@ -151,7 +154,10 @@ def read_kernel_choice(device: torch.device) -> dict[str, bool | str]:
         found |= _read_cuda()
     elif device.type != "cpu":
         found |= {"device name": _name_device(device)}
-    return found | {f"${name}": value for name, value in read_settings().kernel_variables(device.type).items()}
+    settings = read_settings()
+    if settings.is_portable():
+        found |= {"glibc": platform.libc_ver()[1], "NumPy": np.__version__}
+    return found | {f"${name}": value for name, value in settings.kernel_variables(device.type).items()}
 
 
 def in_present_names(facts: Facts) -> Facts:

@@ -17,6 +17,8 @@ from lockstep.engine.step_table import FAILURE, Column, CurrentStep, Failure, Ro
 from lockstep.errors import ReductionError, UnusableStateError, describe_exception
 from lockstep.processes.user_line import stacklevel_of_user
 from lockstep.reduce import TrainedModel
+from lockstep.settings import read_settings
+from lockstep.torch_private.portable import check_portable
 
 
 @final
@@ -159,6 +161,8 @@ class SameSettings(StepPart):
     def _check_settings(self) -> None:
         before, self._settings = self._settings, _read_settings()
         if before != self._settings:
+            if read_settings().is_portable():
+                check_portable(self._state.device)
             changes = [
                 f"{name} from {value} to {self._settings[name]}"
                 for name, value in before.items()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.settings import LAUNCHED
+from lockstep.settings import LAUNCHED, read_settings
 
 if TYPE_CHECKING:  # `lockstep run` needs no pickles
     from lockstep.launch.messages import WorkerTask
@@ -49,6 +49,7 @@ def function_variables(task: "WorkerTask") -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        **(read_settings().portable_variables() if task.is_portable else {}),
     }
 
 

@@ -63,6 +63,7 @@ def launch(
     devices: DeviceRequest | Placement = None,
     force: bool = False,
     threads_per_worker: int = 1,
+    portable: bool = False,
     seed: int = 0,
     max_restarts: int = 0,
     elastic: Elastic | None = None,
@@ -98,6 +99,8 @@ def launch(
         force: Take GPUs that other processes use, too.
         threads_per_worker: CPU threads of torch's operators in each worker. It is not derived from the number of
             workers, because it changes the last bits of results.
+        portable: Compute on CPUs so that results have the same bits on every x86-64 processor, with one thread in each
+            worker, whatever `threads_per_worker` says. It costs speed: `docs/same-bits.md` has a table.
         seed: Seed of the global generators (Python, NumPy, torch) when the function begins, the same in each worker.
         max_restarts: After a worker has failed and the others could not continue: how often all are started again, at
             most. Each restart is reported with its reason. A function that loads its newest checkpoint continues there.
@@ -125,6 +128,7 @@ def launch(
         devices=devices,
         force=force,
         threads_per_worker=threads_per_worker,
+        portable=portable,
         seed=seed,
         max_restarts=max_restarts,
         elastic=FIXED if elastic is None else elastic,
@@ -137,6 +141,7 @@ def launch(
             workers=workers,
             devices=devices,
             threads=threads_per_worker,
+            portable=portable,
             seed=seed,
         )
     return call_on_workers(function, args, kwargs, settings)
@@ -150,6 +155,7 @@ class LaunchSettings:
     devices: DeviceRequest | Placement = None
     force: bool = False
     threads_per_worker: int = 1
+    portable: bool = False
     seed: int = 0
     max_restarts: int = 0
     elastic: Elastic = FIXED
@@ -182,6 +188,7 @@ def call_on_workers(
                 stack,
                 placement,
                 threads=settings.threads_per_worker,
+                portable=settings.portable,
                 seed=settings.seed,
                 replaces=settings.elastic != FIXED or settings.max_restarts > 0,
             )
@@ -201,6 +208,7 @@ def make_template(
     placement: Placement,
     *,
     threads: int,
+    portable: bool,
     seed: int = 0,
     replaces: bool,
     modules: Sequence[str] = (),
@@ -212,7 +220,7 @@ def make_template(
     if sys.platform != "linux" or CPU not in placement.devices or (len(placement.devices) == 1 and not replaces):
         return None
     with sigint_held_back():
-        template = WorkerTemplate(seed=seed, threads=threads, modules=modules)
+        template = WorkerTemplate(seed=seed, threads=threads, portable=portable, modules=modules)
         stack.callback(template.close)
     return template
 
@@ -235,6 +243,7 @@ def _call_once(
             device="",
             master_port=reserved.getsockname()[1],
             threads=settings.threads_per_worker,
+            is_portable=settings.portable,
             seed=settings.seed,
             parent_pid=os.getpid(),
             argv=tuple(sys.argv),
@@ -301,6 +310,7 @@ def run_here(
     workers: int | None,
     devices: DeviceRequest | Placement,
     threads: int,
+    portable: bool,
     seed: int,
 ) -> list[Any]:
     """Call `call` in this process, which another launcher has started: torchrun, srun, mpirun, a PyTorchJob, Ray Train.
@@ -313,7 +323,12 @@ def run_here(
     from lockstep.comm import report_failure
     from lockstep.devices.transfer import current_accelerator
     from lockstep.processes.reproducibility import seed_generators
+    from lockstep.torch_private.portable import make_portable
 
+    if portable:
+        on_accelerator = torch.accelerator.current_accelerator() if _uses_accelerator(devices) else None
+        make_portable(on_accelerator or torch.device("cpu"))
+        threads = 1
     world = join_started(devices)
     _check_request(workers, devices, world.world_size, launcher.launcher)
     accelerator = current_accelerator() if _uses_accelerator(devices) else None

@@ -59,6 +59,7 @@ class WorkerTask:
     master_port: int
     """A loopback port that the launcher has reserved, for a store of the function's own."""
     threads: int
+    is_portable: bool
     seed: int
     parent_pid: int
     argv: tuple[str, ...]

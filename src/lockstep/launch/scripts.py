@@ -71,6 +71,7 @@ class ScriptJob:
     placement: Placement
     num_threads: int | None = None
     """CPU threads of each worker; None for OMP_NUM_THREADS, or, if that is not set, an equal share of the cores."""
+    portable: bool = False
     own_card_only: bool = False
     """Whether each worker sees only its own GPU, and has local rank 0."""
     local_rank_option: str = ""
@@ -90,8 +91,8 @@ class ScriptJob:
 
     @property
     def threads(self) -> str:
-        if self.num_threads is not None:
-            return str(self.num_threads)
+        if self.num_threads is not None or self.portable:
+            return "1" if self.portable else str(self.num_threads)
         return read_settings().num_threads() or str(max(count_cores() // self.world_size, 1))
 
     def describe(self) -> str:
@@ -367,6 +368,7 @@ def script_variables(job: ScriptJob, rank: int, rendezvous: Rendezvous, *, is_pi
         LAUNCHED: "",
         "OMP_NUM_THREADS": job.threads,
         "PYTHONPATH": with_folder(python_path, _STARTUP_FOLDER),
+        **(own.portable_variables() if job.portable else {}),
     }
     if own.observation() is not None:  # what depends on the order of a set shall show
         overrides["PYTHONHASHSEED"] = str(rank)

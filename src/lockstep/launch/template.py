@@ -100,20 +100,23 @@ Process = subprocess.Popen[bytes] | ForkedProcess
 class WorkerTemplate:
     """The launcher's end of it. The process begins to import at once; `fork` is for later.
 
-    `seed` and `threads` are those of the workers, for variables that are read once, when an interpreter starts.
+    `seed`, `threads` and `portable` are those of the workers, for variables that are read once, when one starts.
     `modules` are imported with Lockstep.
     """
 
-    def __init__(self, *, seed: int, threads: int, modules: Sequence[str] = ()) -> None:
+    def __init__(self, *, seed: int, threads: int, portable: bool = False, modules: Sequence[str] = ()) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        count = str(threads)
+        variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+        own = read_settings()
+        if portable:
+            variables |= own.portable_variables()
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
                 # -P: the current directory, where others may write, is not searched for the modules of _BOOTSTRAP.
                 [sys.executable, "-P", "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid()), *modules],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                env=read_settings().for_worker({"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}, seed=seed),
+                env=own.for_worker(variables, seed=seed),
                 start_new_session=True,
             )
         self._is_usable: bool | None = None

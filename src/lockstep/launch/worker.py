@@ -33,6 +33,7 @@ from lockstep.processes.stop_signals import end_by_sigterm, let_sigterm_end
 from lockstep.recording import open_recorder, own_recorder
 from lockstep.settings import write_place
 from lockstep.torch_private.groups import RESERVED_PORT
+from lockstep.torch_private.portable import make_portable
 
 _LAST_CALLS_SECONDS = 2.0
 """After the function has returned: how long this worker waits for the others before it sends an exit notice."""
@@ -166,8 +167,10 @@ def _set_up(task: WorkerTask, channel_descriptor: int) -> Run:
             world_size=task.world_size,
             capacity=task.capacity,
         )
-    torch.set_num_threads(task.threads)
     device = torch.device(task.device)
+    if task.is_portable:
+        make_portable(device)
+    torch.set_num_threads(1 if task.is_portable else task.threads)
     if device.type == "cpu":
         keep_freed_memory()
     else:

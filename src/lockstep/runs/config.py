@@ -169,6 +169,8 @@ class Config(BaseModel):
     """Seed of all random numbers."""
     deterministic: bool = True
     """Use only deterministic operators, so that every run has the same digest."""
+    portable: bool = False
+    """Whether the bits are the same on every x86-64 processor: on CPUs, in one thread of each worker, more slowly."""
     device_ids: str | list[int | str] = "auto"
     """Devices: auto, auto:3, auto:3@20GiB, cpu, cpu:2, or a list of GPUs by nvidia-smi's index or by UUID."""
     workers: int | None = Field(default=None, ge=1)

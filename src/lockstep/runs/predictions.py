@@ -26,7 +26,7 @@ _MAX_CSV_COLUMNS = 4096
 _JOB_NAME = "job.json"
 _CONFIG_KEYS = {
     *("model", "model_args", "data", "data_args", "collate", "batch_size", "num_shards", "accumulate"),
-    *("precision", "seed", "deterministic", "threads_per_worker"),
+    *("precision", "seed", "deterministic", "threads_per_worker", "portable"),
 }
 """Keys of a config from which predictions follow; the command line may replace their values."""
 _PART = re.compile(r"rows-(\d{12})-(\d{12})\.npz")

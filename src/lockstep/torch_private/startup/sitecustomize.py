@@ -9,6 +9,8 @@ SIGTERM to every process ended them first, and their loss was an error before th
 
 A process of the script that looks for another rendezvous than that of the launch gets an error.
 
+In a portable run it has torch compute as `lockstep.torch_private.portable` says.
+
 And it lets a worker whose main thread has raised say so: threads may keep the process from ending.
 
 It imports only the standard library, and nothing of torch before the script does. Then it runs the `sitecustomize` that
@@ -178,7 +180,15 @@ def _module_at(*path: str) -> ModuleType:
     return module
 
 
+def _make_portable(_torch: ModuleType) -> None:
+    if os.environ.get("LOCKSTEP_PORTABLE") == "1":
+        from lockstep.torch_private.portable import replace_operators
+
+        replace_operators()
+
+
 _CHANGES = {
+    "torch": _make_portable,
     "torch.distributed.rendezvous": _keep_off_the_network,
     "torch.utils.data._utils.signal_handling": _leave_signals_to_parent,
 }
