@@ -33,7 +33,12 @@ def verify_script(path: Path, arguments: Sequence[str], counts: Sequence[int], l
         begun = time.monotonic()
         runs[count] = observe_script(path, arguments, count, limit)
         typer.echo(f"{counted(count, 'worker')}: {_describe(runs[count])}, {time.monotonic() - begun:.0f} s", err=True)
-        if count == min(counts) and runs[count].exit_code != 0 and not any(runs[count].ranks):
+        if _has_spawned(runs[count]):
+            raise UsageError(
+                f"{path} starts its processes itself, and lockstep verify starts one for each rank. Give it a script "
+                "that torchrun starts: one that reads RANK and WORLD_SIZE. (LS549)"
+            )
+        if count == min(counts) and runs[count].exit_code != 0 and (count == 1 or not any(runs[count].ranks)):
             raise UsageError(f"{path} does not run on {counted(count, 'worker')}. {runs[count].last_words} (LS549)")
     findings = judge_runs(runs)
     if as_json:
@@ -80,6 +85,10 @@ def observe_script(path: Path, arguments: Sequence[str], count: int, limit: int)
         output.seek(0)
         lines = output.read().decode(errors="replace").strip().splitlines()
     return ObservedRun(ranks=ranks, exit_code=code, last_words=" / ".join(lines[-_NUM_LAST_LINES:]))
+
+
+def _has_spawned(run: ObservedRun) -> bool:
+    return any(each["kind"] == "spawned" for events in run.ranks for each in events)
 
 
 def _wait(job: "subprocess.Popen[bytes]") -> int | None:

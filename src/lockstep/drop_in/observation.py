@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 import weakref
 import zlib
@@ -32,14 +33,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import get_worker_info
+from torch.utils.data import DistributedSampler, get_worker_info
 
+from lockstep.parallel.comparison.draws import read_states
 from lockstep.parallel.comparison.optimizers import listen_to_steps
-from lockstep.processes.reproducibility import read_generator_states
 from lockstep.processes.user_line import LIBRARIES, find_user_line
 from lockstep.reduce.tensor_bits import sum_of_bits
 from lockstep.torch_private.autograd import saved_by
-from lockstep.torch_private.loaders import LoaderIterator, watch_loading
+from lockstep.torch_private.compiler_import import disable_compiler
+from lockstep.torch_private.loaders import LoaderIterator, samplers_of, watch_loading
 from lockstep.torch_private.modules import AnyBatchNorm, TorchsSyncBatchNorm, byte_view, tree_leaves
 
 _PASSES: Final = 4
@@ -49,6 +51,8 @@ _DEEPEST: Final = 16
 _MOST_DIVISORS: Final = 8
 _MEANS: Final = frozenset({"MeanBackward0", "MseLossBackward0", "BinaryCrossEntropyBackward0", "SmoothL1LossBackward0"})
 _REDUCTION_MEAN: Final = 1
+_TRIMS: Final = "gather_for_metrics"
+"""Accelerate's function which leaves out what its loaders have added to the last batch."""
 _WRITES: Final = os.O_WRONLY | os.O_RDWR
 
 
@@ -93,7 +97,7 @@ def _watch(owner: Any, name: str, look: Callable[..., None]) -> None:
 
 def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     function = getattr(owner, name)
-    setattr(owner, name, functools.wraps(function)(make(function)))
+    setattr(owner, name, disable_compiler(functools.wraps(function)(make(function))))
 
 
 # -- What is loaded ----------------------------------------------------------------------------------------------------
@@ -111,18 +115,23 @@ class LoadingLog:
         self._num_iterators += 1
         return self._num_iterators
 
-    def given(self, iterator: LoaderIterator, batch: Any) -> bool:
+    def given(self, iterator: LoaderIterator, batch: Any, drawn: Any) -> bool:
         number, loading, count = self._passes.get(iterator, (0, self._num_iterators, 0))
         if number == 0:
             self._num_passes += 1
             number = self._num_passes
         count += 1
         self._passes[iterator] = number, loading, count
+        # With another sampler a number may be of another sample on each rank, which has a part of the data.
+        is_shared = any(
+            isinstance(each, DistributedSampler) and each.num_replicas > 1 for each in samplers_of(iterator)
+        )
         self._log.add(
             "batch",
             number=number,
             loading=loading,
             contents=list(_row_numbers(batch)),
+            indices=list(map(str, drawn)) if is_shared and isinstance(drawn, list) else [],
             line=find_user_line(),
             state=_states()["torch"],
         )
@@ -151,12 +160,7 @@ class LoadingLog:
 
 
 def _states() -> dict[str, int]:
-    states = read_generator_states()
-    numbers = {"torch": zlib.crc32(states["torch"].numpy().tobytes())}
-    numbers["python"] = zlib.crc32(repr(states["python"]).encode())
-    if states["numpy"] is not None:
-        numbers["numpy"] = zlib.crc32(states["numpy"][1].tobytes() + repr(states["numpy"][2:]).encode())
-    return numbers
+    return {name: hash(state) for name, state in read_states()}
 
 
 def _row_numbers(batch: Any) -> Iterator[int]:
@@ -250,7 +254,7 @@ def _is_users(depth: int) -> bool:
     return not sys._getframe(depth + 1).f_code.co_filename.startswith(LIBRARIES)  # noqa: SLF001 - Python's name
 
 
-def _watch_calls(log: RankLog) -> None:
+def _watch_calls(log: RankLog) -> None:  # noqa: C901 - one function for each call that is watched
     summed: dict[int, tuple[Tensor, str]] = {}  # held, so that no other tensor gets their memory
 
     def backward(tensors: Any, *_: Any, **__: Any) -> None:
@@ -267,13 +271,26 @@ def _watch_calls(log: RankLog) -> None:
         if not caller.startswith(LIBRARIES):
             summed[tensor.data_ptr()] = tensor, find_user_line()
 
+    def gather(*_: Any, **__: Any) -> None:
+        if any(frame.f_code.co_name == _TRIMS for frame, _ in traceback.walk_stack(None)):
+            log.add("trimmed")
+
+    def forward(*_: Any, **__: Any) -> None:
+        if torch.is_grad_enabled():
+            log.add("forward")
+
     def wrap(_wrapper: Any, module: nn.Module, *_: Any, **__: Any) -> None:
         layers = [each for each in module.modules() if isinstance(each, AnyBatchNorm)]
         log.add("wrapped", has_norms=not all(isinstance(each, TorchsSyncBatchNorm) for each in layers))
 
     _watch(torch.autograd, "backward", backward)
     _watch(dist, "all_reduce", all_reduce)
+    for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
+        _watch(owner, "start_processes", lambda *_, **__: log.add("spawned"))
+    for name in ("all_gather", "all_gather_into_tensor"):
+        _watch(dist, name, gather)
     _watch(nn.parallel.DistributedDataParallel, "__init__", wrap)
+    _watch(nn.parallel.DistributedDataParallel, "_pre_forward", forward)
     _watch(nn.parallel.DistributedDataParallel, "join", lambda *_, **__: log.add("join"))
     _replace(dist, "init_process_group", lambda begin: lambda *args, **kwargs: _come_later(log, begin(*args, **kwargs)))
 

@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
@@ -150,25 +151,30 @@ def num_yielded(iterator: LoaderIterator) -> int:
 
 def watch_loading(
     begin: Callable[[], int],
-    given: Callable[[LoaderIterator, Any], bool],
+    given: Callable[[LoaderIterator, Any, Any], bool],
     ended: Callable[[LoaderIterator], None],
     fetch: Callable[[Callable[..., Any], Any, Any], Any],
 ) -> None:
     """Call these for all iterators of DataLoaders, from now on; `begin` before their processes start.
 
-    `given` gets each batch; if it returns true, the iterator is at its end. `fetch` is called in place of what loads a
-    batch, in the process that does, with it.
+    `given` gets each batch, with what its sampler has drawn for it; if it returns true, the iterator is at its end.
+    `fetch` is called in place of what loads a batch, in the process that does, with it.
     """
     kind: Any = LoaderIterator
-    make, give, reset = kind.__init__, kind.__next__, kind._reset
+    make, give, draw, reset = kind.__init__, kind.__next__, kind._next_index, kind._reset
 
     def make_watched(iterator: Any, loader: Any) -> None:
         begin()
         make(iterator, loader)
 
     def reset_watched(iterator: Any, *args: Any) -> None:
-        iterator._lockstep_is_over = False
+        vars(iterator).update(_lockstep_drawn=deque(), _lockstep_is_over=False)
         reset(iterator, *args)
+
+    def draw_watched(iterator: Any) -> Any:
+        drawn = draw(iterator)
+        vars(iterator).setdefault("_lockstep_drawn", deque()).append(drawn)  # loading processes load ahead
+        return drawn
 
     def give_watched(iterator: Any) -> Any:
         if vars(iterator).get("_lockstep_is_over"):
@@ -178,10 +184,12 @@ def watch_loading(
         except StopIteration:
             ended(iterator)
             raise
-        iterator._lockstep_is_over = given(iterator, batch)
+        drawn = vars(iterator).get("_lockstep_drawn")
+        iterator._lockstep_is_over = given(iterator, batch, drawn.popleft() if drawn else None)
         return batch
 
-    kind.__init__, kind.__next__, kind._reset = make_watched, give_watched, reset_watched
+    kind.__init__, kind.__next__, kind._next_index = make_watched, give_watched, draw_watched
+    kind._reset = reset_watched
     for fetcher in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher):
         fetcher.fetch = _watched_fetch(fetcher.fetch, fetch)  # type: ignore[method-assign]
 

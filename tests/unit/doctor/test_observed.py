@@ -14,7 +14,7 @@ def epoch(number: int, samples: range, *, trains: bool = True, weights: int = 0,
     for place, contents in enumerate(parts):
         found.append(
             {"kind": "batch", "number": number, "loading": number, "contents": contents, "state": 0}
-            | {"line": "a.py:1"}
+            | {"indices": [str(each % 100) for each in contents], "line": "a.py:1"}
         )
         if trains:
             over = divisor or len(contents)
@@ -63,6 +63,20 @@ FIRST, SECOND = epoch(1, range(32)), epoch(1, range(32, 64))
 )
 def test_ranks_are_compared(ranks: list[list[Any]], alone: list[Any] | None, expected: set[str]) -> None:
     assert codes(ranks, alone) == expected
+
+
+def test_a_backward_without_a_forward_of_the_wrapper_is_told_of() -> None:
+    wrapped, forward = {"kind": "wrapped", "has_norms": False}, {"kind": "forward"}
+    assert codes([[wrapped, *FIRST], [wrapped, *SECOND]]) == {"LS540"}
+    called = [[wrapped, *(part for each in rank for part in (each, forward))] for rank in (FIRST, SECOND)]
+    assert codes(called) == set()
+
+
+@pytest.mark.parametrize(("shift", "again", "expected"), [(100, 0, {"LS542"}), (0, 0, set()), (100, 200, set())])
+def test_samples_that_are_others_on_another_rank_are_told_of(shift: int, again: int, expected: set[str]) -> None:
+    first = [*FIRST, *epoch(2, range(again, again + 32)), *epoch(3, range(32, 64))]
+    second = [*SECOND, *epoch(2, range(32, 64)), *epoch(3, range(shift, shift + 32))]
+    assert codes([first, second]) == expected
 
 
 def test_ranks_that_end_at_other_steps_are_told_of_unless_they_join() -> None:

@@ -2,12 +2,14 @@
 
 A run is a list of events of each rank, in order, as `drop_in/observation.py` writes them:
 
-    batch      number of the pass over a loader, contents of its samples as numbers, line
+    batch      number of the pass over a loader, contents of its samples as numbers, indices of a DistributedSampler
     pass_end   whether it was ended early
     draw       random generators that loading a batch has used: the process, the states before
     backward   by what the terms of the loss are divided
     step       of which optimizer, weights before it as a number, learning rates, norm of the gradients
-    join       of the wrapper: ranks may have other numbers of batches
+    forward    of a wrapper
+    join       of a wrapper: ranks may have other numbers of batches
+    trimmed    results were gathered without the samples that were added to the last batch
     wrapped    a model in DistributedDataParallel: whether it has BatchNorm layers that are not synchronized
     file       a path, what is done with it, whether it existed
     said       a message with a code, or the exception that ended the script
@@ -84,9 +86,11 @@ def _judge_one(size: int, runs: Mapping[int, ObservedRun]) -> Iterator[ObservedF
     if not _of(run.ranks[0], "join"):
         yield from _weights(size, run)
         yield from _numbers_of_steps(run)
+    yield from _forwards(run)
     yield from _losses(run)
     yield from _loading(run)
     yield from _training_samples(size, run, alone)
+    yield from _contents(run)
     yield from _evaluation(size, run, alone)
     if alone is not None:
         yield from _against_one(size, run, alone)
@@ -128,8 +132,8 @@ def _said(size: int, run: ObservedRun, alone: ObservedRun | None) -> Iterator[Ob
         if not each["error"] and area is not None and area[1] in _ABOUT_SCRIPTS:
             yield _mistake(each["line"], each["text"])
     errors = [each for each in said if each["error"] not in {"", "SystemExit", "KeyboardInterrupt"}]
-    works_alone = alone is not None and alone.exit_code == 0
-    if errors and (size == 1 or works_alone):
+    works_alone = alone is None or alone.exit_code == 0
+    if errors and works_alone:
         first = next((each for each in errors if not each["text"].endswith("(LS601)")), errors[0])
         yield _mistake(
             first["line"], f"With {counted(size, 'rank')} it fails: {first['error']}: {first['text']} (LS548)"
@@ -158,6 +162,28 @@ def _weights(size: int, run: ObservedRun) -> Iterator[ObservedFinding]:
                     "rank. (LS540)",
                 )
                 return
+
+
+def _forwards(run: ObservedRun) -> Iterator[ObservedFinding]:
+    """Look for batches of which a backward is of no forward of a wrapper, though some wrapper is trained."""
+    num_forwards, odd = 0, list[Event]()
+    last: Event | None = None
+    end: Event = {"kind": "batch"}
+    for event in (*_of(run.ranks[0], "batch", "forward", "backward"), end):
+        if event["kind"] == "batch":
+            odd += [last] if last is not None and not num_forwards else []
+            num_forwards, last = 0, None
+        elif event["kind"] == "forward":
+            num_forwards += 1
+        else:
+            last = event
+    if len(odd) > 1 and _of(run.ranks[0], "wrapped"):
+        yield _mistake(
+            odd[0]["line"],
+            f"The backward of {len(odd)} batches belongs to no forward of the wrapped model: model.module, or the "
+            "module that was wrapped, was called itself. torch's wrapper does not average such gradients, so each rank "
+            "trains a model of its own. Call the wrapped model. (LS540)",
+        )
 
 
 def _losses(run: ObservedRun) -> Iterator[ObservedFinding]:
@@ -267,6 +293,7 @@ _GENERATORS: Final = {
     "torch": "torch's generator",
     "python": "the generator of Python's random",
     "numpy": "NumPy's generator",
+    "device": "the generator of the device",
 }
 
 
@@ -299,6 +326,40 @@ def _training_samples(size: int, run: ObservedRun, alone: ObservedRun | None) ->
         )
 
 
+def _contents(run: ObservedRun) -> Iterator[ObservedFinding]:
+    """Look for samples that have other contents on another rank, though on each rank the same whenever they come."""
+    held: list[Mapping[tuple[str, str], set[int]]] = []
+    num_again = 0
+    for events in run.ranks:
+        found = defaultdict[tuple[str, str], set[int]](set)
+        batches = [each for each in _of(events, "batch") if len(each["indices"]) == len(each["contents"])]
+        samples = [
+            ((batch["line"], index), content)
+            for batch in batches
+            for index, content in zip(batch["indices"], batch["contents"], strict=True)
+        ]
+        for place, content in samples:
+            found[place].add(content)
+        if any(len(each) > 1 for each in found.values()):
+            return  # it is augmented, or padded to the longest of its batch
+        num_again += len(samples) - len(found)
+        held.append(found)
+    first, *others = held
+    for rank, here in enumerate(others, start=1):
+        both = sorted(first.keys() & here.keys())
+        odd = [place for place in both if first[place] != here[place]]
+        if min(num_again, len(both)) >= _FEWEST_SAMPLES and len(odd) > len(both) * _NEAR:
+            line, index = odd[0]
+            yield _mistake(
+                line,
+                f"Of {len(both)} samples that ranks 0 and {rank} have both had, {len(odd)} are others on rank {rank}, "
+                f"number {index} for one. Something that the ranks are to have alike has another order or another seed "
+                "on each, as a vocabulary made from a set, or a list of files. Sort it, or make it with one seed. "
+                "(LS542)",
+            )
+            return
+
+
 def _first_trained(events: Sequence[Event]) -> Pass | None:
     return next((each for each in passes(events) if each.trains), None)
 
@@ -324,7 +385,7 @@ def _evaluation(size: int, run: ObservedRun, alone: ObservedRun | None) -> Itera
     if len(set(counts) - set(once)) > len(counts) * _NEAR:
         return
     ratios = {counts[each] / times for each, times in once.items()}
-    if len(ratios) > 1:
+    if len(ratios) > 1 and not _of(run.ranks[0], "trimmed"):
         missing = sum(counts[each] == 0 for each in once)
         twice = sum(counts[each] > min(ratios - {0.0}) * times for each, times in once.items())
         what = [f"{missing} of {len(once)} samples are left out"] * bool(missing)
@@ -386,6 +447,7 @@ def _samples_of_first_step(run: ObservedRun) -> Counter[int]:
         end = next((place for place, each in enumerate(events) if each["kind"] == "step"), 0)
         first = _first_trained(events)
         batches = [each for each in _of(events[:end], "batch") if first and each["number"] == first.number]
+        batches = batches[: len(_of(events[:end], "backward"))]  # others may be loaded ahead, as Accelerate does
         found.update(number for each in batches for number in each["contents"])
     return found
 

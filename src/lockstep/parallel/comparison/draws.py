@@ -96,7 +96,7 @@ class SameRandomNumbers(Check):
         place = self._num_reductions - _FIRST_SENT
         if place >= len(_SOURCES) or not self.is_compared:
             return status
-        before, self._states = self._states, dict(_read_states())
+        before, self._states = self._states, dict(read_states())
         for name in before.keys() & self._states.keys():
             number = _count(before[name], self._states[name])
             self._drawn[name] = min(number, self._drawn.get(name, number))
@@ -212,7 +212,7 @@ def _hash_rows(rows: Tensor) -> Tensor:
     return (words * weights).sum(1) % _LIMIT
 
 
-def _read_states() -> Iterator[tuple[str, _State]]:
+def read_states() -> Iterator[tuple[str, _State]]:
     """Yield number and place of each global generator, by name; of Mersenne twisters the place in their words."""
     states = read_generator_states()
     words = states["torch"].numpy().tobytes()
