@@ -266,10 +266,10 @@ class Generations:
                 self._changed.wait()
             return self._next is not None
 
-    def meet_at_boundary(self, number: int, world_size: int, before_leaving: Callable[[], object]) -> bool:
+    def meet_at_boundary(self, number: int, world_size: int, before_change: Callable[[NextGeneration], object]) -> bool:
         """Wait until all present workers are at the step before which a change is planned (collective).
 
-        Returns whether this worker stays; if not, `before_leaving` is called before the others go on. GroupError: a
+        `before_change` is called on each of them before any goes on. Returns whether this worker stays. GroupError: a
         worker was lost before that, and the plan is given up.
         """
         deadline = time.monotonic() + _DECISION_SECONDS
@@ -282,8 +282,7 @@ class Generations:
             planned = self._planned
         if planned is None:
             raise GroupError(f"Generation {number} was given up: a worker was lost. (LS602)")
-        if planned.rank is None:
-            before_leaving()
+        before_change(planned)
         key = f"boundary/{number}"
         try:
             if self._store.add(key, 1) == world_size:

@@ -39,7 +39,7 @@ from lockstep.torch_private.portable import make_portable
 
 _COMPARED = (
     *("num_shards", "seed", "every", "max_grad_norm", "precision", "track_grad_norm", "compile", "nonfinite"),
-    *("balance", "deterministic", "exact_mean", "verify_steps"),
+    *("balance", "deterministic", "exact_mean", "verify_steps", "shard_optimizer", "neighbours"),
 )
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
@@ -67,6 +67,8 @@ class TrainerArguments:
     track_grad_norm: bool
     compile: bool | str
     callbacks: Sequence[Callback]
+    shard_optimizer: bool
+    neighbours: int
 
     @property
     def norm_limit(self) -> float | None:
@@ -103,6 +105,11 @@ def _check_own(arguments: TrainerArguments, world: World) -> Description:
     check_whole_number("seed", arguments.seed)
     if check_whole_number("verify_steps", arguments.verify_steps) < 0:
         raise ValueError(f"verify_steps is {arguments.verify_steps}, expected 0 (to verify no step) or more. (LS501)")
+    if check_whole_number("neighbours", arguments.neighbours) < 0:
+        raise ValueError(
+            f"neighbours is {arguments.neighbours}, expected 0 or more: how many further workers hold each part of the "
+            "optimizer's state. (LS501)"
+        )
     check_model(arguments.model)
     optimizers = list_optimizers(arguments.optimizer, arguments.every)
     for optimizer in optimizers.values():

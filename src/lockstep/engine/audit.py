@@ -19,7 +19,6 @@ each step. The digest in each checkpoint is of the whole state.
 import types
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final, final
 
@@ -35,6 +34,7 @@ from lockstep.errors import ReductionError
 from lockstep.events import StepAudited
 from lockstep.reduce.model import describe_options
 from lockstep.reduce.tensor_bits import numbers_of_bits
+from lockstep.sharding.pieces import Piece
 from lockstep.torch_private.modules import tree_leaves
 
 _WINDOW_BYTES: Final = 1 << 18
@@ -42,20 +42,6 @@ _EXACT: Final = (bool, int, float, complex, str, bytes, type(None))
 """What enters in full; other objects by what they hold, or described."""
 _CODE = (type, types.ModuleType, types.FunctionType)
 _MAX_DEPTH = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a tensor, in elements."""
-
-    name: str
-    start: int
-    stop: int
-
-    def of(self, tensor: Tensor) -> Tensor:
-        if self.stop - self.start == tensor.numel() or tensor.is_sparse:
-            return tensor
-        return tensor.detach().reshape(-1)[self.start : self.stop]
 
 
 def windows_of(tensors: Mapping[str, Tensor]) -> list[list[Piece]]:

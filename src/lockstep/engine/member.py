@@ -16,23 +16,18 @@ the user's since, which has changed them.
 """
 
 import dataclasses
-import json
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Final, TypeVar, final
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from lockstep import errors
 from lockstep.channel.client import ChannelClosedError
-from lockstep.checkpoint.manifest import decode_state, encode_state
 from lockstep.comm import World, calls_for
 from lockstep.comm.generations import Generations, NextGeneration
 from lockstep.engine.step_table import StepAgreement
@@ -43,14 +38,11 @@ from lockstep.errors import (
     PeerFailedError,
     PeerLostError,
     chain_of,
-    without_code,
 )
-from lockstep.torch_private.modules import byte_view
+from lockstep.sharding.transfer import receive_state, send_state
 
 Result = TypeVar("Result")
 _PURPOSE: Final = "comparing which calls the workers have completed"
-_TRANSFER_PURPOSE = "sending the state of the run to a new worker"
-_MIN_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +68,8 @@ class _Standing:
     calls: int
     has_state: bool
     is_between: bool
+    trainers: tuple[int, ...]
+    """Those that it has: they settle where all workers have them."""
 
 
 class _Place(Enum):
@@ -104,6 +98,8 @@ class Member:
         self._last = CallOutcome()
         self._place = _Place.OUTSIDE
         self._to_adopt: tuple[World, NextGeneration] | None = None
+        self._to_settle: list[int] = []
+        self._is_counted = False
         self._failed_at = 0.0
         self.callbacks: list[Callable[[World], object]] = []
         """Called whenever there are other workers, in this order."""
@@ -175,6 +171,19 @@ class Member:
         outcome.raise_error()
         return outcome
 
+    def complete(self, error: GroupError, agreement: StepAgreement | None) -> None:
+        """Meet others and settle, where the present call is complete, but for parameters of others (collective).
+
+        [Note: an update in parts] in `lockstep.engine.sharing`.
+        """
+        if self._to_adopt is None and not self._is_loss(error):
+            raise error
+        self._num_calls += 1
+        self._last, self._is_counted = CallOutcome(agreement=agreement), True
+        if self._to_adopt is None:
+            self._meet_others(error)
+        self._settle()
+
     def _complete(self, body: Callable[[], Result], finish: Callable[[], StepAgreement | None]) -> Result:
         while True:
             try:
@@ -201,8 +210,8 @@ class Member:
             return result
 
     def _end(self, outcome: CallOutcome) -> None:
-        self._num_calls += 1
-        self._last = outcome
+        self._num_calls += not self._is_counted
+        self._last, self._is_counted = outcome, False
         self._place = _Place.ENDED
         self._adopt(is_repeated=False)
 
@@ -225,19 +234,27 @@ class Member:
             if self.generations.has_next:
                 self._meet_others(GroupError("A worker was lost. (LS602)"))
             else:
-                self._meet_planned(number, world.world_size)
+                self._meet_planned(number, world)
             self._adopt(is_repeated=False)
         finally:
             self._place = _Place.OUTSIDE
 
-    def _meet_planned(self, number: int, world_size: int) -> None:
+    def _meet_planned(self, number: int, world: World) -> None:
         try:
-            if not self.generations.meet_at_boundary(number, world_size, self.before_leaving):
+            if not self.generations.meet_at_boundary(number, world.world_size, partial(self._before_change, world)):
                 self.generations.has_left = True
                 raise SystemExit(0)
             self._meet()
         except GroupError as error:
             self._meet_others(error)
+
+    def _before_change(self, world: World, planned: NextGeneration) -> None:
+        """Let those that stay have what those that leave hold (collective), and let these finish what they do."""
+        leaving = {each.rank for each in planned.leaving}
+        for trainer in self.trainers.values() if leaving else ():
+            trainer.settle(world, [rank for rank in range(world.world_size) if rank not in leaving])
+        if planned.rank is None:
+            self.before_leaving()
 
     def join(self) -> None:
         """Join the others, as a new worker (collective); SystemExit if the run has ended or needs no more workers."""
@@ -280,7 +297,12 @@ class Member:
         world, joined = self.generations.join_next()
         self._to_adopt = world, joined
         is_between = self._place in {_Place.ENDED, _Place.BOUNDARY}
-        mine = _Standing(calls=self._num_calls, has_state=not self.generations.is_joiner, is_between=is_between)
+        mine = _Standing(
+            calls=self._num_calls,
+            has_state=not self.generations.is_joiner,
+            is_between=is_between,
+            trainers=tuple(self.trainers),
+        )
         with calls_for(_PURPOSE):
             found: list[_Standing] = world.gather_objects(mine)
             old = [rank for rank, each in enumerate(found) if each.has_state]
@@ -299,6 +321,7 @@ class Member:
             if len(ahead) < len(old):
                 sent = world.gather_objects(self._last if world.rank == ahead[0] else None)[ahead[0]]
                 outcome = sent if world.rank in old and world.rank not in ahead else None
+        self._to_settle = [number for number in mine.trainers if all(number in each.trainers for each in found)]
         if len(old) < world.world_size:
             self._hand_over(world, old, min(ahead, key=lambda rank: (not found[rank].is_between, rank)))
             self._num_calls = most if world.rank not in old else self._num_calls
@@ -323,9 +346,25 @@ class Member:
                     "trainer.join(). (LS602)"
                 )
 
+    def _settle(self) -> None:
+        """Share the states of optimizers among the workers that were met, once for each set of them (collective)."""
+        while self._to_settle:
+            assert self._to_adopt is not None
+            world, trainers = self._to_adopt[0], dict(self.trainers)
+            try:
+                for number in self._to_settle:
+                    if number in trainers:
+                        trainers[number].settle(world)
+                self._to_settle = []
+            except GroupError as error:
+                if not self._is_loss(error):
+                    raise
+                self._meet_others(error)
+
     def _adopt(self, *, is_repeated: bool) -> None:
         """Continue with the workers that were met, if there are others than before (local, but for callbacks)."""
         while self._to_adopt is not None:
+            self._settle()
             (world, joined), self._to_adopt = self._to_adopt, None
             trainers = dict(self.trainers)
             for trainer in trainers.values():
@@ -347,61 +386,3 @@ class Member:
             for trainer in trainers.values():
                 is_caller = trainer is caller
                 trainer.report_change(change, world, seconds, is_repeated=is_repeated, is_caller=is_caller)
-
-
-def send_state(world: World, state: Any, targets: Sequence[int]) -> None:
-    """Send a nested value as JSON and tensors, so that receiving it runs nothing (collective with `targets`)."""
-    tensors: dict[str, Tensor] = {}
-    try:
-        encoded = encode_state(state, "state", tensors)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"The state of the run cannot be sent to a new worker. {without_code(error)} (LS704)"
-        ) from error
-    specs = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()]
-    text = torch.frombuffer(bytearray(json.dumps([encoded, specs]).encode()), dtype=torch.uint8)
-    parts = [byte_view(each) for each in tensors.values()]
-    small = torch.cat([part for part in parts if len(part) < _MIN_BYTES] or [text[:0]])
-    large = [part for part in parts if len(part) >= _MIN_BYTES]
-    for target in targets:
-        with calls_for(_TRANSFER_PURPOSE):
-            for tensor in (torch.tensor([len(text), len(small)]), text, small, *large):
-                if len(tensor):
-                    dist.send(tensor, group=world.group, group_dst=target)
-
-
-def receive_state(world: World, source: int, own: Any) -> Any:
-    """Return what `send_state` sends on rank `source`, with all tensors on the CPU (collective for both).
-
-    Tensors of `own` are overwritten where they are as the one that is sent in their place: new memory is slower to
-    write to than a message.
-    """
-
-    def receive(tensor: Tensor) -> Tensor:
-        if len(tensor):
-            dist.recv(tensor, group=world.group, group_src=source)
-        return tensor
-
-    found: dict[str, Tensor] = {}
-    encode_state(own, "state", found)
-    places = {
-        name: each for name, each in found.items() if each.is_cpu and byte_view(each).data_ptr() == each.data_ptr()
-    }
-    with calls_for(_TRANSFER_PURPOSE):
-        num_text, num_small = receive(torch.zeros(2, dtype=torch.int64)).tolist()
-        text = receive(torch.empty(num_text, dtype=torch.uint8))
-        small = receive(torch.empty(num_small, dtype=torch.uint8))
-        encoded, specs = json.loads(text.numpy().tobytes())
-        tensors: dict[str, Tensor] = {}
-        for name, kind, shape in specs:
-            dtype = getattr(torch, kind)
-            tensor = places.get(name)
-            if tensor is None or (tensor.dtype, tensor.shape) != (dtype, torch.Size(shape)):
-                tensor = torch.empty(shape, dtype=dtype, device="cpu")
-            tensors[name] = tensor
-            if tensor.nbytes < _MIN_BYTES:
-                byte_view(tensor).copy_(small[: tensor.nbytes])
-                small = small[tensor.nbytes :]
-            else:
-                receive(byte_view(tensor))
-    return decode_state(encoded, tensors)

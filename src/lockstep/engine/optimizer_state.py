@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
 from lockstep.engine.optimizers import OptimizerSet, class_name, separate_optimizers
+from lockstep.engine.sharing import OptimizerSharing
 from lockstep.engine.state_parts import State, StatePart, check_class
 from lockstep.errors import CheckpointError, counted
 from lockstep.processes.user_line import stacklevel_of_user
@@ -200,15 +201,18 @@ def _optimizers_in(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
 
 @final
 class OptimizerPart(StatePart):
-    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module, sharing: OptimizerSharing) -> None:
         self._optimizer = optimizer
         self._model = model
+        self._sharing = sharing
         self._unsaved = list(map(UnsavedAttributes, separate_optimizers(optimizer)))
 
     def warn_of_unsaved(self) -> None:
         for each in self._unsaved:
             each.warn_of_changed()
-        if self._has_addresses(self._optimizer.state_dict()):
+        with self._sharing.without_states():
+            has_addresses = self._has_addresses(self._optimizer.state_dict())
+        if has_addresses:
             warnings.warn(
                 f"The state of the optimizer, {class_name(self._optimizer)}, says by addresses in memory (id) which "
                 "parameter each part belongs to. A run that resumes has other addresses: it begins without that part, "
@@ -224,7 +228,8 @@ class OptimizerPart(StatePart):
         }
 
     def save_for_worker(self) -> dict[str, Any]:
-        saved = self.save()
+        with self._sharing.without_states():  # workers share it when they settle
+            saved = self.save()
         if self._has_addresses(saved["optimizer"]):
             raise CheckpointError(
                 f"The state of the optimizer, {class_name(self._optimizer)}, says by addresses in memory (id) which "
@@ -249,11 +254,22 @@ class OptimizerPart(StatePart):
                     f"it has no {', '.join(missing)}. (LS708)"
                 )
 
+    def load_for_worker(self, saved: State) -> None:
+        self.load(saved)
+        self._sharing.forget()
+
     def keep(self, *, is_stepped: bool) -> Callable[[], object]:
-        before: Any = self._optimizer.state_dict()  # taking another one replaces it, and steps write to it
+        put_back_parts = self._sharing.keep(is_stepped=is_stepped)
+        with self._sharing.without_states():
+            before: Any = self._optimizer.state_dict()  # taking another one replaces it, and steps write to it
         if is_stepped:
             before = copy.deepcopy(before)
-        return lambda: self._load(before, dict(self._model.named_parameters()))
+
+        def put_back() -> None:
+            self._load(before, dict(self._model.named_parameters()))
+            put_back_parts()
+
+        return put_back
 
     def describe(self) -> Description:
         names = self._names()

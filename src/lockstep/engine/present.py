@@ -22,7 +22,9 @@ from lockstep.engine.arguments import TrainerArguments, check_arguments
 from lockstep.engine.batches import gather_results
 from lockstep.engine.evaluation import read_values
 from lockstep.engine.member import Member
+from lockstep.engine.optimizers import separate_optimizers
 from lockstep.engine.run_state import RunState
+from lockstep.engine.sharing import OptimizerSharing
 from lockstep.engine.state_parts import Stateful
 from lockstep.engine.step_engine import StepEngine
 from lockstep.engine.step_table import StepResult
@@ -95,6 +97,9 @@ class PresentEngine:
         self._has_moved = False
         self._has_taken_state = False
         self._trained = _trained_parameters(state.model)
+        if arguments.shard_optimizer:  # where a lost worker is an error, nobody needs its pieces
+            neighbours = 0 if generations is None else int(arguments.neighbours)
+            state.sharing.begin(separate_optimizers(state.optimizer), world, neighbours)
         self.member = None if generations is None else _member_of(generations)
         self.engine = self._make_engine(world, descriptions)
         self.moments = Moments(trainer, state, self)
@@ -141,6 +146,7 @@ class PresentEngine:
             batch = batch.for_present_workers()
         self.engine.requests.planned = self._planned_number()
         result = self.engine.step(batch)
+        self._complete_parameters()
         if self._state.callbacks.of("on_step"):
             self._is_in_callback = True
             try:
@@ -148,6 +154,21 @@ class PresentEngine:
             finally:
                 self._is_in_callback = False
         return result
+
+    def _complete_parameters(self) -> None:
+        """[Note: an update in parts] in `lockstep.engine.sharing` (collective where a worker was lost)."""
+        lost = self._state.sharing.take_loss()
+        if lost is None:
+            return
+        missing = "Parameters that other workers had updated are missing."
+        if self.member is None:
+            self._state.mark_unusable(missing)
+            raise lost
+        try:
+            self.member.complete(lost, self.engine.table.agreement)
+        except BaseException:
+            self._state.mark_unusable(missing)
+            raise
 
     def _planned_number(self) -> int:
         """Return the planned generation, or 0 for a trainer before whose steps the workers do not change."""
@@ -244,6 +265,18 @@ class PresentEngine:
         else:
             self._replace_engine(world, None)
         self._has_moved = True
+
+    @property
+    def sharing(self) -> OptimizerSharing:
+        return self._state.sharing
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the run needs to resume (local; within `sharing.collected` where the optimizer is shared)."""
+        return self._state.to_dict()
+
+    def settle(self, world: World, staying: Sequence[int] | None = None) -> None:
+        """Share the optimizer's state among these workers, or those of them that stay (collective)."""
+        self._state.sharing.settle(world, staying)
 
     def state_for_new_worker(self) -> dict[str, Any]:
         """Return all that a new worker needs (local): the live tensors, and the generators as they are now."""

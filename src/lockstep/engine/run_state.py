@@ -28,6 +28,7 @@ from lockstep.engine.optimizers import (
     combine_optimizers,
     combine_schedulers,
 )
+from lockstep.engine.sharing import OptimizerSharing
 from lockstep.engine.side_effects import StateWatch
 from lockstep.engine.state_parts import (
     CallbacksPart,
@@ -106,13 +107,14 @@ class RunState:
         self.has_begun = False
         self.forget_findings()
         self.networks = NetworksPart(self.plan.losses, self.model)
+        self.sharing = OptimizerSharing()
         self.worker = WorkerPart()
         self.parts = StateParts(
             [
                 _ProgressPart(self),
                 ModelPart(self.model),
                 self.networks,
-                OptimizerPart(self.optimizer, self.model),
+                OptimizerPart(self.optimizer, self.model, self.sharing),
                 ObjectPart("scheduler", self.scheduler, has_class=True),
                 ObjectPart("scaler", self.scaler),
                 CallbacksPart(self.callbacks),

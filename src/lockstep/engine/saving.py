@@ -220,7 +220,8 @@ def save_state(
             save_checkpoint(file, with_digest(checkpoint))
         return file
 
-    return world.from_first(write)
+    with state.sharing.collected(world, [0]):
+        return world.from_first(write)
 
 
 def load_state(

@@ -149,6 +149,7 @@ class StepEngine:
         self._enter(StepPhase.PREPARE)
         self._state.choose(step.update)
         try:
+            self._state.sharing.follow_groups(self.world)
             if self._state.networks.has_changed():
                 self.runs.buffers.cover(self._state.kept_modules())
                 self._state.findings.num_contents_compared = 0
@@ -222,6 +223,7 @@ class StepEngine:
         self._enter(StepPhase.CLOSED)
         self._update.close()
         self.runs.gradients.close()
+        self._state.sharing.forget_group()
         self._state.model.zero_grad(set_to_none=True)
 
     def _enter(self, phase: StepPhase) -> None:

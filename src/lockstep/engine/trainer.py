@@ -97,6 +97,12 @@ class Trainer:
             a step has the gradient of its whole batch. It is tried in the first step, on the slice of shard 0 and its
             parts, in evaluation mode: another loss raises an error. False: whatever it is, a step has the mean of its
             shards' losses, and another gradient with another `num_shards`.
+        shard_optimizer: Cut the optimizer's state into as many parts as there are workers, each of which holds one,
+            updates its part of the parameters, and gets the others from the others. The bits are those of the whole
+            optimizer; torch's optimizers, and others of which a trial shows that, can be shared. If an update fails on
+            a worker, a checkpoint must be loaded.
+        neighbours: How many further workers hold each part, so that it is not lost with a worker; for
+            `on_worker_loss="continue"`. With 0, a lost worker ends the run.
         verify_steps: In how many steps after the first one, of a resumed run too, a shard of each worker is computed
             once more, by another worker and after another shard, from samples that are loaded again, and as if this
             were another process, or later. What differs is warned of. A slice of the first evaluations is, too.
@@ -147,6 +153,8 @@ class Trainer:
         nonfinite: Literal["stop", "skip"] = "stop",
         exact_mean: bool = True,
         verify_steps: int = 3,
+        shard_optimizer: bool = False,
+        neighbours: int = 1,
         balance: Literal["even", "speed"] = "even",
         deterministic: bool = True,
         bucket_limits: BucketLimits | None = None,
@@ -176,6 +184,8 @@ class Trainer:
             nonfinite=nonfinite,
             exact_mean=exact_mean,
             verify_steps=verify_steps,
+            shard_optimizer=shard_optimizer,
+            neighbours=neighbours,
             balance=balance,
             deterministic=deterministic,
             bucket_limits=bucket_limits or BucketLimits(),
@@ -340,13 +350,16 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the run needs to resume, on any number of workers (local), and networks that the loss uses.
 
+        With `shard_optimizer` it is collective, and each worker has the whole state meanwhile: `save` needs less memory.
+
         `save` writes it into a file. To resume, load it into a trainer that was made in the same way, and begin at its
         cursor, as with `load`.
 
         Raises:
             UnusableStateError: An update has failed in the middle, and no checkpoint was loaded since.
         """
-        return self._state.to_dict()
+        with self._state.sharing.collected(self.world, range(self.world.world_size)):
+            return self._state.to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned (local: every worker calls, with the same state).

@@ -150,7 +150,8 @@ class Update:
         try:
             self._step_optimizer(norm, is_bad)
         except BaseException:
-            if self._has_updated_scaler or counts_are_enough is False or before.has_changed():
+            is_written = self._has_updated_scaler or self._state.sharing.has_written
+            if is_written or counts_are_enough is False or before.has_changed():
                 self._state.mark_unusable(_WRITTEN_BY_OPTIMIZER)
             else:
                 before.put_back_options()
@@ -195,14 +196,15 @@ class Update:
         trained = list(self._state.trained_parameters())
         # A scaler raises where an optimizer has no gradient at all, as one whose parameters are frozen.
         scaled = [part for part in self._state.chosen() if _has_gradient(part)] if scaler is not None else []
-        if scaler is not None and norm is not None:
+        if scaler is not None and (norm is not None or self._state.sharing):  # which looks at whole gradients
             for part in scaled:
                 scaler.unscale_(part)
+        if scaler is not None and norm is not None:
             given, norm = norm, nn.utils.get_total_norm(each.grad for each in trained if each.grad is not None)
             given.copy_(norm)
         if self._max_grad_norm is not None and norm is not None and not math.isinf(self._max_grad_norm):
             nn.utils.clip_grads_with_norm_(trained, self._max_grad_norm, norm)
-        with steps_allowed(self._guards):
+        with steps_allowed(self._guards), self._state.sharing.update(self._state.chosen(), self._runs.world):
             if is_bad is not None:
                 step_unless(optimizer, is_bad)
             elif scaler is None:

@@ -290,6 +290,8 @@ def _build_trainer(
             nonfinite=config.nonfinite,
             exact_mean=config.exact_mean,
             verify_steps=config.first_steps_verified,
+            shard_optimizer=config.shard_optimizer,
+            neighbours=config.neighbours,
             balance=config.balance,
             deterministic=config.deterministic,
             on_worker_loss="continue"

@@ -20,7 +20,7 @@ _HARMLESS = frozenset(
         *("early_stopping", "evict_after", "loader_workers", "max_steps", "max_time", "metric", "metrics"),
         *("exact_mean", "first_steps_verified", "keep_best", "min_workers", "report", "save_code"),
         *("on_save_error", "on_worker_loss", "respawn", "respawn_minutes", "resume", "run_dir", "save_every"),
-        *("spares", "track_grad_norm", "trackers", "workers"),
+        *("neighbours", "shard_optimizer", "spares", "track_grad_norm", "trackers", "workers"),
     }
 )
 """Config keys that do not change what is computed, only where, how long, and what is saved."""

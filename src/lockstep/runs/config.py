@@ -147,6 +147,10 @@ class Config(BaseModel):
     """In how many steps after the first one shards are computed once more; see `Trainer`'s `verify_steps`."""
     audit: bool = False
     """Whether the bits of each step are logged, so that `lockstep audit` can take any of them again and compare."""
+    shard_optimizer: bool = False
+    """Whether each worker holds a part of the optimizer's state alone, and updates that part of the parameters."""
+    neighbours: int = Field(default=1, ge=0)
+    """How many further workers hold each part, so that it is not lost with a worker; for `shard_optimizer`."""
     balance: Literal["even", "speed"] = "even"
     """Whether shards move from slow workers to fast workers; this does not change the result."""
     callbacks: list[NamedObject] = []

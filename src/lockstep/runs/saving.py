@@ -86,7 +86,11 @@ class RunSaver:
             if trainer.world.rank == 0:
                 self._write(self._checkpoint(metrics))
 
-        trainer.repeatable(lambda world: gather_results(world, write, "saving a checkpoint"))
+        def save(world: World) -> None:
+            with trainer.internals.sharing.collected(world, [0]):
+                gather_results(world, write, "saving a checkpoint")
+
+        trainer.repeatable(save)
 
     def take_over(self, world: World) -> None:
         """Write the last checkpoint, if this worker is rank 0 now and the one before has not written it (local).
@@ -103,7 +107,7 @@ class RunSaver:
         elif due.copy is not None:
             self._write(due.copy)
             self._copy = StateCopy()  # the saver has one of its own
-        else:
+        elif not self._parts.trainer.internals.sharing:  # else the next save is the first that workers make together
             self._write(self._checkpoint(due.metrics if due.global_step == self._parts.trainer.global_step else {}))
 
     @property
@@ -120,11 +124,20 @@ class RunSaver:
         self._last = _Due(**state, copy=None) if state else None
 
     def _save_in_background(self, metrics: Mapping[str, float]) -> None:
-        trainer, rank = self._parts.trainer, self._parts.trainer.world.rank
-        copies = rank == 1 and trainer.internals.can_continue
+        trainer = self._parts.trainer
         self._last = None  # its memory is used again
-        if rank == 0 or copies:
-            checkpoint = self._checkpoint(metrics)
+        if trainer.internals.sharing:
+            trainer.repeatable(lambda world: self._take_state(metrics, world))
+        else:
+            self._take_state(metrics, trainer.world)
+
+    def _take_state(self, metrics: Mapping[str, float], world: World) -> None:
+        """Begin to write the present state, or copy it (collective where the optimizer is shared)."""
+        trainer, rank = self._parts.trainer, world.rank
+        copies = rank == 1 and trainer.internals.can_continue
+        with trainer.internals.sharing.collected(world, [0, 1] if trainer.internals.can_continue else [0]):
+            if rank == 0 or copies:
+                checkpoint = self._checkpoint(metrics)
         if rank == 0:
             self._write(checkpoint)
         copy = self._keep_copy(checkpoint) if copies else None
@@ -132,7 +145,7 @@ class RunSaver:
 
     def _checkpoint(self, metrics: Mapping[str, float | None]) -> Checkpoint:
         parts, values = self._parts, json.loads(self._config.model_dump_json())
-        return pack_state(parts.trainer.state_dict(), parts.scheduler, values, metrics, parts.states)
+        return pack_state(parts.trainer.internals.state_dict(), parts.scheduler, values, metrics, parts.states)
 
     def _keep_copy(self, checkpoint: Checkpoint) -> Checkpoint | None:
         try:
