@@ -88,10 +88,13 @@ class OptimizerSharing:
     @contextmanager
     def collected(self, world: World, targets: Sequence[int]) -> Iterator[None]:
         """Let some workers have the whole state, to save it (collective)."""
-        with ExitStack() as stack:
-            for each in self._parts.values():
-                stack.enter_context(each.collected(world, targets))
+        for each in self._parts.values():
+            each.collect(world, targets)
+        try:
             yield
+        finally:
+            for each in self._parts.values():
+                each.drop()
 
     def forget(self) -> None:
         for each in self._parts.values():

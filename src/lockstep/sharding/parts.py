@@ -71,6 +71,7 @@ class OptimizerParts:
     def entered(self) -> Iterator[None]:
         """Let the optimizer have the pieces that this worker holds in place of its parameters (local)."""
         self._take_loaded()
+        self._collected = None
         optimizer, mine = self._optimizer, self._held[self._rank]
         whole = [group["params"] for group in optimizer.param_groups]
         views = {piece: self._view(piece) for piece in mine}
@@ -175,19 +176,17 @@ class OptimizerParts:
     def forget_group(self) -> None:
         self._broadcasts = []
 
-    @contextmanager
-    def collected(self, world: World, targets: Sequence[int]) -> Iterator[None]:
-        """Let some workers have the whole state, for `state_dict` (collective)."""
+    def collect(self, world: World, targets: Sequence[int]) -> None:
+        """Let some workers have the whole state for `state_dict`, until `drop` or the next update (collective)."""
         self._take_loaded()
         everything = [Piece(str(number), 0, each.numel()) for number, each in enumerate(self._parameters)]
         want = [everything if rank in targets else [] for rank in range(world.world_size)]
         received = self._exchange(world, self._states, find_moves(self._held, want))
         if world.rank in targets:
             self._collected = self._whole({**self._states, **received})
-        try:
-            yield
-        finally:
-            self._collected = None
+
+    def drop(self) -> None:
+        self._collected = None
 
     def _exchange(self, world: World, mine: States, moves: Sequence[Move]) -> States:
         """Send pieces of state, and return those that are received (collective)."""
@@ -242,12 +241,17 @@ class OptimizerParts:
         if not self._is_cut:
             return parameter
         view = self._values(piece).requires_grad_(parameter.requires_grad)
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise ValueError(
+                f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient, which cannot be cut. "
+                "Make the embedding with sparse=False, or train without sharding the optimizer. (LS535)"
+            )
         if parameter.grad is not None:
             view.grad = _as_it_lies(_laid_out_as(parameter, parameter.grad))[piece.start : piece.stop]
         return view
 
     def _note_load(self) -> None:
-        self._is_loaded = True
+        self._is_loaded, self._collected = True, None
 
     def _take_loaded(self) -> None:
         """Take of a state that the optimizer has loaded the pieces that this worker holds (local)."""

@@ -112,7 +112,7 @@ def find_moves(have: Sequence[Sequence[Piece]], want: Sequence[Sequence[Piece]])
             if not held:
                 raise CheckpointError(
                     "No worker is left that holds a part of the optimizer's state, which is lost. Resume the run from "
-                    "its newest checkpoint. With neighbours=1 each part is held by two workers. (LS607)"
+                    "its newest checkpoint. With neighbours=1 each part is held by two workers. (LS602)"
                 )
             source = min(held, key=lambda rank: loads[rank])
             loads[source] += piece.num_elements

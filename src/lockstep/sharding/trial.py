@@ -36,14 +36,14 @@ def can_be_cut(optimizer: Optimizer) -> bool:
     is_cut = True
     for number, group in enumerate(optimizer.param_groups):
         for sample in _samples_of(group["params"]):
-            together = _try(optimizer, number, sample, "together")
-            if isinstance(together, Exception):
+            together, error = _try(optimizer, number, sample, "together")
+            if error is not None:
                 raise ValueError(
                     f"shard_optimizer cannot share a {kind}, whose step has failed on parameters of its own: "
-                    f"{type(together).__name__}: {together}. Its step must take any parameters, and no closure. (LS535)"
-                ) from together
-            is_cut = is_cut and _is_same(together, _try(optimizer, number, sample, "cut"))
-            if not is_cut and not _is_same(together, _try(optimizer, number, sample, "whole")):
+                    f"{type(error).__name__}: {error}. Its step must take any parameters, and no closure. (LS535)"
+                ) from error
+            is_cut = is_cut and _is_same(together, _try(optimizer, number, sample, "cut")[0])
+            if not is_cut and not _is_same(together, _try(optimizer, number, sample, "whole")[0]):
                 raise ValueError(
                     f"shard_optimizer cannot share a {kind}: it updates a parameter otherwise where others are not "
                     "there, so no worker could update a part of them alone. Train without shard_optimizer. (LS535)"
@@ -73,17 +73,18 @@ def _samples_of(parameters: Sequence[Tensor]) -> Iterator[Tensor]:
         yield values.requires_grad_(like.requires_grad)
 
 
-def _try(optimizer: Optimizer, number: int, sample: Tensor, way: str) -> list[Tensor] | Exception:
-    """Return the first parameter after each of three updates, or what a step has raised."""
+def _try(optimizer: Optimizer, number: int, sample: Tensor, way: str) -> tuple[list[Tensor], Exception | None]:
+    """Return the first parameter after each of three updates, and what a step has raised."""
     whole = nn.Parameter(sample.detach().clone())
     other = nn.Parameter(sample.detach().flip(0) if sample.dim() else sample.detach().clone())
     # With several threads, parts of a vector in bfloat16 have other bits, and begin elsewhere in a larger tensor.
     is_exact = sample.element_size() >= _EXACT_BYTES or torch.get_num_threads() == 1 or not sample.is_cpu
     if way == "cut" and not is_exact:
-        return []
+        return [], None
     flat = whole.detach().view(-1)
     cuts = [flat[:_CUT].requires_grad_(), flat[_CUT:].requires_grad_()] if sample.dim() else [flat.requires_grad_()]
-    held: list[Tensor] = {"together": [whole, other], "cut": cuts, "whole": [whole]}[way]
+    ways: dict[str, list[Tensor]] = {"together": [whole, other], "cut": cuts, "whole": [whole]}
+    held = ways[way]
     tried = _copy_with(optimizer, number, held)
     generator = torch.Generator().manual_seed(number)
     found: list[Tensor] = []
@@ -99,9 +100,9 @@ def _try(optimizer: Optimizer, number: int, sample: Tensor, way: str) -> list[Te
             try:
                 tried.step()
             except Exception as error:  # noqa: BLE001 - it is returned
-                return error
+                return [], error
             found.append(whole.detach().clone())
-    return found
+    return found, None
 
 
 def _copy_with(optimizer: Optimizer, number: int, parameters: Sequence[Tensor]) -> Any:
@@ -118,8 +119,10 @@ def _copy_with(optimizer: Optimizer, number: int, parameters: Sequence[Tensor]) 
     tried.param_groups = [{**options, "params": list(parameters)}]
     tried.state = defaultdict(dict)
     made = next(((each, optimizer.state[each]) for each in group["params"] if optimizer.state.get(each)), None)
-    for parameter in parameters if made is not None else ():  # Adagrad makes its state when it is constructed
-        like, state = made
+    if made is None:
+        return tried
+    like, state = made
+    for parameter in parameters:  # Adagrad makes its state when it is constructed
         tried.state[parameter] = {
             name: torch.full_like(parameter, value.reshape(-1)[0].item(), dtype=value.dtype, requires_grad=False)
             if isinstance(value, Tensor) and value.shape == like.shape and like.dim()
@@ -129,7 +132,7 @@ def _copy_with(optimizer: Optimizer, number: int, parameters: Sequence[Tensor]) 
     return tried
 
 
-def _is_same(one: list[Tensor] | Exception, other: list[Tensor] | Exception) -> bool:
-    if isinstance(one, Exception) or isinstance(other, Exception) or len(one) != len(other):
-        return False
-    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one, other, strict=True))
+def _is_same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one, other, strict=True)
+    )

@@ -16,10 +16,11 @@ import lockstep as ls
 from lockstep.audit_facts import condense, find_differing
 from lockstep.comm import World
 from lockstep.data import Slice
-from lockstep.engine.audit import Piece, numbers_of_samples, windows_of
+from lockstep.engine.audit import numbers_of_samples, windows_of
 from lockstep.errors import ReductionError
 from lockstep.events import StepAudited
 from lockstep.runs.audit_log import Difference, find_difference
+from lockstep.sharding.pieces import Piece
 
 ALONE = World(rank=0, world_size=1, group=None)
 NUM_SHARDS = 4

@@ -18,11 +18,11 @@ from lockstep.checkpoint.file import load_checkpoint, read_manifest
 from lockstep.checkpoint.inspection import verify_checkpoint
 from lockstep.comm import World
 from lockstep.engine import run_state
-from lockstep.engine.member import receive_state, send_state
 from lockstep.engine.networks import find_networks, networks_walk
 from lockstep.engine.saving import unpack_state
 from lockstep.engine.state_parts import StatePart, StateParts
 from lockstep.errors import CheckpointError, LossError, ParameterMismatchError
+from lockstep.sharding.transfer import receive_state, send_state
 
 NUM_SHARDS = 4
 
