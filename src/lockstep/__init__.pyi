@@ -66,5 +66,6 @@ from lockstep.processes.reproducibility import seed_generators as seed_generator
 from lockstep.processes.reproducibility import set_deterministic as set_deterministic
 from lockstep.reduce import BucketLimits as BucketLimits
 from lockstep.report.trackers.callback import Track as Track
+from lockstep.sharding.optimizer import ShardedOptimizer as ShardedOptimizer
 
 __version__: str

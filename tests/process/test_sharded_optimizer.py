@@ -1,4 +1,4 @@
-"""A shared optimizer has the bits of the whole one: on any number of workers, through kills, files and other numbers."""
+"""A shared optimizer has the bits of the whole one: on any number of workers, through kills and files."""
 
 import hashlib
 import os
@@ -170,8 +170,10 @@ def test_a_part_that_nobody_else_holds_is_said_to_be_lost() -> None:
         ls.launch(train, ["adamw"], deaths=(Death(1, 3, "update"),), neighbours=0, workers=3)
 
 
-@pytest.mark.parametrize(("before", "after"), [((3, True), (2, True)), ((2, True), (1, False)), ((1, False), (3, True))])
-@pytest.mark.parametrize("kind", ["adamw", "adagrad", "adafactor"])
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [("adamw", (3, True), (2, True)), ("adagrad", (2, True), (1, False)), ("adafactor", (1, False), (3, True))],
+)
 def test_a_file_is_that_of_the_whole_optimizer(
     whole: dict[str, Outcome], tmp_path: Path, before: tuple[int, bool], after: tuple[int, bool], kind: str
 ) -> None:
@@ -179,3 +181,71 @@ def test_a_file_is_that_of_the_whole_optimizer(
     ls.launch(train, [kind], shared=before[1], workers=before[0], file=file, saves_at=3)
     found = ls.launch(train, [kind], shared=after[1], workers=after[0], file=file)
     assert {each[kind][:2] for each in found} == {whole[kind][:2]}
+
+
+def train_script(_run: Any, kind: str, *, wrapper: str, shared: bool) -> tuple[str, str]:
+    """A loop of a user: groups with options of their own, a scheduler, clipping, a group that is added, a file."""
+    model = make_model()
+    frozen, late = list(model[0].parameters()), list(model[4].parameters())
+    groups = [{"params": list(model[2].parameters())}, {"params": frozen, "weight_decay": 0.0}]
+    wrap = {"ls": ls.DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel}[wrapper]
+    wrapped = wrap(model)
+
+    def make() -> Any:
+        if shared:
+            return ls.ShardedOptimizer(groups, getattr(optim, kind), lr=1e-2)
+        return getattr(optim, kind)(groups, lr=1e-2)
+
+    optimizer = make()
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for step in range(STEPS):
+        if step == 2:
+            optimizer.add_param_group({"params": late, "lr": 1e-3})
+        if step == 4 and shared:  # as a program that is resumed
+            optimizer.consolidate_state_dict(to=None)
+            saved, groups = optimizer.state_dict(), [{"params": group["params"]} for group in optimizer.param_groups]
+            optimizer = make()
+            optimizer.load_state_dict(saved)
+        if step in {0, 4}:
+            scheduler = optim.lr_scheduler.MultiStepLR(optimizer, [1], 0.5)
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 20, generator=generator)
+        functional.cross_entropy(wrapped(inputs), torch.arange(8) % 3).backward()
+        nn.utils.clip_grad_norm_(wrapped.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+    if shared:
+        optimizer.consolidate_state_dict(to=None)
+    return hash_of({0: model.state_dict()}), hash_of(optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adafactor"])
+@pytest.mark.parametrize("wrapper", ["ls", "torch"])
+def test_scripts_have_the_bits_of_the_whole_optimizer(kind: str, wrapper: str) -> None:
+    expected = ls.launch(train_script, kind, wrapper=wrapper, shared=False, workers=3)
+    assert ls.launch(train_script, kind, wrapper=wrapper, shared=True, workers=3) == expected
+
+
+class FailsOnOne(optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1 and self.param_groups[0]["fails"]:
+            raise MemoryError("no memory for the state")
+        return super().step(closure)
+
+
+def step_with_failure(_run: Any) -> None:
+    parameters = list(make_model().parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = ls.ShardedOptimizer([{"params": parameters, "fails": False}], FailsOnOne, lr=0.1, momentum=0.9)
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"consolidate_state_dict.*LS535"):
+        optimizer.state_dict()
+    optimizer.param_groups[0]["fails"] = True
+    optimizer.step()
+
+
+def test_a_failed_update_of_one_rank_is_an_error_on_all() -> None:
+    with pytest.raises(ls.WorkerFailedError, match="no memory for the state") as raised:
+        ls.launch(step_with_failure, workers=3)
+    assert "update has failed on rank 1" in str(raised.value)

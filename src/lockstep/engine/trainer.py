@@ -350,7 +350,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the run needs to resume, on any number of workers (local), and networks that the loss uses.
 
-        With `shard_optimizer` it is collective, and each worker has the whole state meanwhile; `save` takes less memory.
+        With `shard_optimizer` it is collective, and each worker has the whole state then: `save` takes less memory.
 
         `save` writes it into a file. To resume, load it into a trainer that was made in the same way, and begin at its
         cursor, as with `load`.

@@ -144,7 +144,8 @@ class OptimizerParts:
         self._take_loaded()
         now = _parameters_of(self._optimizer)
         numbers = {id(parameter): str(number) for number, parameter in enumerate(now)}
-        mine: States = {}
+        known = set(map(id, self._parameters))  # what is new has no state, on any worker
+        mine: States = {Piece(numbers[id(each)], 0, each.numel()): {} for each in now if id(each) not in known}
         for piece in self._held[self._rank]:
             name = numbers.get(id(self._parameters[int(piece.name)]))
             if name is not None:
@@ -286,9 +287,10 @@ class OptimizerParts:
         for key, value in found[0][-1].items() if found else ():
             if isinstance(value, Tensor) and value.shape == (found[0][0].num_elements,):
                 cuts = [state[key][start:stop] for _, start, stop, state in found]
-                joined[key] = cuts[0] if len(cuts) == 1 else torch.cat(cuts)
+                is_whole = len(cuts) == 1 and len(cuts[0]) == len(value)
+                joined[key] = value if is_whole else torch.cat(cuts)  # a cut would keep the memory of the rest
             else:
-                joined[key] = value
+                joined[key] = copy.deepcopy(value)  # two pieces of one would count their steps together
         return joined
 
     def _whole(self, states: States) -> dict[str, dict[str, Any]]:

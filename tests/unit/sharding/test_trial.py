@@ -21,7 +21,7 @@ class Plain(optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.each():
             assert parameter.grad is not None
-            parameter -= 0.1 * self.change(parameter, parameter.grad)
+            parameter.sub_(0.1 * self.change(parameter, parameter.grad))
 
     def each(self) -> Iterator[torch.Tensor]:
         for group in self.param_groups:
