@@ -60,6 +60,8 @@ BEFORE = {
     ("testing.md", 1): "def step(model):\n    model.weight.square().sum().backward()\n",
     ("trackers.md", 2): TRACKED,
     ("trackers.md", 3): "",
+    ("sharded-optimizer.md", 1): "",
+    ("sharded-optimizer.md", 2): "",
     ("wrapper.md", 0): LAUNCHED,
 }
 """What stands before a snippet, by page and number of its block. Names come from tests/pages/page_names.py too."""

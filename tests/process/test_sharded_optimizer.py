@@ -122,7 +122,7 @@ def die_at(death: Death, model: nn.Module, optimizer: optim.Optimizer) -> None:
             reach("commit")
             return result
 
-        StepEngine.step = step_and_die  # type: ignore[method-assign]
+        StepEngine.step = step_and_die  # type: ignore[method-assign, assignment]
 
 
 @pytest.fixture(scope="module")
