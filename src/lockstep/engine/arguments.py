@@ -103,13 +103,9 @@ def _check_own(arguments: TrainerArguments, world: World) -> Description:
             f"num_shards is {num_shards}, expected at least 1: the slices that a step's batch is cut into. (LS501)"
         )
     check_whole_number("seed", arguments.seed)
-    if check_whole_number("verify_steps", arguments.verify_steps) < 0:
-        raise ValueError(f"verify_steps is {arguments.verify_steps}, expected 0 (to verify no step) or more. (LS501)")
-    if check_whole_number("neighbours", arguments.neighbours) < 0:
-        raise ValueError(
-            f"neighbours is {arguments.neighbours}, expected 0 or more: how many further workers hold each part of the "
-            "optimizer's state. (LS501)"
-        )
+    for name in ("verify_steps", "neighbours"):
+        if check_whole_number(name, getattr(arguments, name)) < 0:
+            raise ValueError(f"{name} is {getattr(arguments, name)}, expected 0 (for none) or more. (LS501)")
     check_model(arguments.model)
     optimizers = list_optimizers(arguments.optimizer, arguments.every)
     for optimizer in optimizers.values():
