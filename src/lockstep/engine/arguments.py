@@ -96,7 +96,7 @@ def find_device_type(model: Any) -> str:
     return next((each.device.type for each in parameters if each.requires_grad), "cpu")
 
 
-def _check_own(arguments: TrainerArguments, world: World) -> Description:
+def _check_numbers(arguments: TrainerArguments) -> int:
     num_shards = check_whole_number("num_shards", arguments.num_shards)
     if num_shards < 1:
         raise ValueError(
@@ -106,6 +106,11 @@ def _check_own(arguments: TrainerArguments, world: World) -> Description:
     for name in ("verify_steps", "neighbours"):
         if check_whole_number(name, getattr(arguments, name)) < 0:
             raise ValueError(f"{name} is {getattr(arguments, name)}, expected 0 (for none) or more. (LS501)")
+    return num_shards
+
+
+def _check_own(arguments: TrainerArguments, world: World) -> Description:
+    num_shards = _check_numbers(arguments)
     check_model(arguments.model)
     optimizers = list_optimizers(arguments.optimizer, arguments.every)
     for optimizer in optimizers.values():
