@@ -49,3 +49,12 @@ def test_findings_have_lines_and_files_are_put_back(tmp_path: Path) -> None:
     assert mistakes == {("LS544", "19"), ("LS545", "21")}
     assert kept.read_text() == "precious"
     assert {each.name for each in tmp_path.iterdir()} == {"train.py", "last.pt"}
+
+
+def test_a_script_that_starts_its_processes_itself_is_not_judged(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch.multiprocessing as mp\nif __name__ == '__main__':\n    mp.spawn(print)\n")
+    command = [sys.executable, "-m", "lockstep", "verify", str(script), "--workers", "1"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert found.returncode == 2, found.stdout
+    assert "starts its processes itself" in " ".join(found.stderr.split())

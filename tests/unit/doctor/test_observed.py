@@ -59,6 +59,14 @@ FIRST, SECOND = epoch(1, range(32)), epoch(1, range(32, 64))
             [*epoch(1, range(64)), *epoch(2, range(100, 115), trains=False)],
             set(),
         ),
+        (  # what the sampler leaves over, on every rank, after a second epoch of training
+            [
+                [*rank, *epoch(2, range(32)), *epoch(3, part, trains=False), *epoch(4, range(114, 115), trains=False)]
+                for rank, part in ((FIRST, range(100, 107)), (SECOND, range(107, 114)))
+            ],
+            [*epoch(1, range(64)), *epoch(2, range(64)), *epoch(3, range(100, 115), trains=False)],
+            set(),
+        ),
     ],
 )
 def test_ranks_are_compared(ranks: list[list[Any]], alone: list[Any] | None, expected: set[str]) -> None:
@@ -87,6 +95,14 @@ def test_ranks_that_end_at_other_steps_are_told_of_unless_they_join() -> None:
     assert not judge_runs({2: ObservedRun(ranks=joined)})
 
 
-def test_what_the_wrapper_says_is_a_finding() -> None:
-    said = {"kind": "said", "at": 0.0, "line": "a.py:5", "error": "", "text": "All ranks draw the same. (LS315)"}
-    assert codes([[*FIRST, said], SECOND]) == {"LS315"}
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("All ranks draw the same. (LS315)", {"LS315"}),
+        ("Rank 1 trained on 3, by the first dimension of the inputs. (LS314)", set()),  # boxes: the batches are even
+        ("An option is deprecated. (LS325)", set()),
+    ],
+)
+def test_what_the_wrapper_says_is_a_finding(text: str, expected: set[str]) -> None:
+    said = {"kind": "said", "at": 0.0, "line": "a.py:5", "error": "", "text": text}
+    assert codes([[*FIRST, said], SECOND]) == expected

@@ -22,6 +22,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Final
 
 from lockstep.doctor.scripts.source import Level
@@ -35,6 +36,10 @@ _UNLIKE: Final = re.compile(r"[0-9a-f]{8,}|\d+")
 _CODE: Final = re.compile(r"\(LS(\d)\d\d\)$")
 _ABOUT_SCRIPTS: Final = "23457"
 """Areas of codes whose warnings are of what the script does."""
+_OF_OPTIONS: Final = "(LS325)"
+"""How torch's own warnings end of options that change no result."""
+_OF_INPUTS: Final = "by the first dimension of the inputs"
+"""How the wrapper counts samples, which may be boxes or tokens: here the batches are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +134,10 @@ def _said(size: int, run: ObservedRun, alone: ObservedRun | None) -> Iterator[Ob
     said = sorted((each for events in run.ranks for each in _of(events, "said")), key=lambda each: each["at"])
     for each in said:
         area = _CODE.search(each["text"].split("\n")[0]) or _CODE.search(each["text"])
-        if not each["error"] and area is not None and area[1] in _ABOUT_SCRIPTS:
+        is_about = area is not None and area[1] in _ABOUT_SCRIPTS and not each["text"].endswith(_OF_OPTIONS)
+        if _OF_INPUTS in each["text"] and _has_even_batches(run):
+            continue
+        if is_about and not each["error"]:
             yield _mistake(each["line"], each["text"])
     errors = [each for each in said if each["error"] not in {"", "SystemExit", "KeyboardInterrupt"}]
     works_alone = alone is None or alone.exit_code == 0
@@ -194,11 +202,6 @@ def _losses(run: ObservedRun) -> Iterator[ObservedFinding]:
             "The loss itself is summed over the ranks in place, before its backward. Autograd does not see that, and "
             "what is done with the loss afterwards has W times its value. Reduce loss.detach().clone(). (LS541)",
         )
-    sizes = [
-        [len(batch["contents"]) for each in passes(events) if each.trains for batch in each.batches]
-        for events in run.ranks
-    ]
-    is_even = len(set(map(tuple, sizes))) == 1
     differs = [
         row
         for row in zip(*(_of(events, "backward") for events in run.ranks), strict=False)
@@ -208,7 +211,7 @@ def _losses(run: ObservedRun) -> Iterator[ObservedFinding]:
             for term in zip(*(each["divisors"] for each in row), strict=True)
         )
     ]
-    if differs and (is_even or not any(sizes[0])):
+    if differs and _has_even_batches(run):
         shown = ", ".join(f"{each['divisors'][0]:g}" for each in differs[0])
         yield _mistake(
             differs[0][0]["line"],
@@ -216,6 +219,11 @@ def _losses(run: ObservedRun) -> Iterator[ObservedFinding]:
             "same size: the mean over ranks then weighs tokens or boxes of one rank more than those of another. Divide "
             "the sum by the count of all ranks: ls.mean_over_ranks(total, count). (LS541)",
         )
+
+
+def _has_even_batches(run: ObservedRun) -> bool:
+    trained = [[batch for each in passes(events) if each.trains for batch in each.batches] for events in run.ranks]
+    return len({tuple(len(batch["contents"]) for batch in batches) for batches in trained}) == 1
 
 
 def _files(run: ObservedRun) -> Iterator[ObservedFinding]:
@@ -364,17 +372,29 @@ def _first_trained(events: Sequence[Event]) -> Pass | None:
     return next((each for each in passes(events) if each.trains), None)
 
 
-def _evaluated(run: ObservedRun) -> tuple[Counter[Any], str, bool] | None:
-    """Return how often each sample came before the second training pass without being trained on; and if all did."""
-    found, line, is_whole = Counter[Any](), "", True
-    for events in run.ranks:
-        num_trained = 0
-        for each in passes(events):
-            num_trained += each.trains
-            if num_trained == 1 and not each.trains:
-                found.update(each.samples)
-                line, is_whole = line or each.batches[0]["line"], is_whole and each.is_whole
-    return (found, line, is_whole) if found else None
+def _evaluated(run: ObservedRun) -> tuple[Counter[int], str, bool] | None:
+    """Return how often each sample came in the first evaluation after an epoch of training; and if all did."""
+    found = Counter[int]()
+    ranks = [_first_evaluation(events) for events in run.ranks]
+    for row in zip_longest(*ranks):
+        there = [each for each in row if each is not None]
+        # What every rank evaluates by itself, such as what a sampler has left over, is added to a sum once.
+        is_shared = len(there) == len(row) and all(each.samples == there[0].samples for each in there)
+        for each in there[:1] if is_shared else there:
+            found.update(each.samples)
+    line = next((each.batches[0]["line"] for passed in ranks for each in passed), "")
+    return (found, line, all(each.is_whole for passed in ranks for each in passed)) if found else None
+
+
+def _first_evaluation(events: Sequence[Event]) -> list[Pass]:
+    """Return the passes after one that trains, up to the next one that does; of the first such that there are."""
+    parts: list[list[Pass]] = [[]]
+    for each in passes(events):
+        if each.trains:
+            parts.append([])
+        else:
+            parts[-1].append(each)
+    return next((part for part in parts[1:] if part), [])
 
 
 def _evaluation(size: int, run: ObservedRun, alone: ObservedRun | None) -> Iterator[ObservedFinding]:
