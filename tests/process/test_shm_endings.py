@@ -5,11 +5,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,15 +172,10 @@ def test_the_ranks_of_a_subgroup_are_called_by_what_the_user_knows(tmp_path: Pat
 # -- While the group is being made -------------------------------------------------------------------------------------
 
 
-def meet_with_a_victim(rank: Rank, victim: int, module: Any, function: str, limit: float) -> tuple[GroupError, int]:
-    """Make a group, of which a rank is killed when it comes to a function; say how it failed, and what stays open."""
-
-    def stop(*arguments: Any) -> None:
-        rank.say()
-        threading.Event().wait()
-
-    if rank.number == victim:
-        setattr(import_module(module), function, stop)
+def meet(rank: Rank, stops: Mapping[int, str], limit: float) -> tuple[GroupError, int]:
+    """Make a group, of which some ranks stop when they come to a function; say how it failed, and what stays open."""
+    if rank.number in stops:
+        stop_at(rank, stops[rank.number])
     store = rank.store()
     num_open = len(names_in("/proc/self/fd"))
     with pytest.raises(GroupError) as caught:
@@ -190,57 +183,56 @@ def meet_with_a_victim(rank: Rank, victim: int, module: Any, function: str, limi
     return caught.value, len(names_in("/proc/self/fd")) - num_open
 
 
-def test_if_rank_0_is_killed_before_it_has_sent_the_file_all_raise(tmp_path: Path) -> None:
-    with Ranks(tmp_path, 3, meet_with_a_victim, 0, rendezvous.__name__, "_accept_ranks", 3 * PATIENCE) as ranks:
+def stop_at(rank: Rank, function: str) -> None:
+    """Let a rank call a function of the rendezvous only when it is told to."""
+    function_itself = getattr(rendezvous, function)
+
+    def stop(*arguments: Any) -> Any:
+        rank.say()
+        rank.hear()
+        return function_itself(*arguments)
+
+    setattr(rendezvous, function, stop)
+
+
+def test_if_rank_0_is_killed_before_all_have_its_file_all_raise(tmp_path: Path) -> None:
+    with Ranks(tmp_path, 3, meet, {0: "_wait_for_all", 2: "_open_file"}, 3 * PATIENCE) as ranks:
         ranks.hear(0)
+        ranks.hear(2)
         ranks.send_signal(0, signal.SIGKILL)
-        for number in (1, 2):
-            error, num_left_open = ranks.result(number)  # long before the limit
+        for number in (1, 2):  # long before the limit
+            if number == 2:
+                ranks.say(2)
+            error, num_left_open = ranks.result(number)
             assert isinstance(error, PeerLostError)
             assert error.rank == 0
             assert "while the group was being made" in str(error)
             assert num_left_open == 0
 
 
-def call_after_meeting_a_victim(rank: Rank, victim: int, function: str, late: int) -> PeerLostError:
-    """Make a group, of which a rank is killed when it comes to a function, before a late one comes; call it."""
-    module: Any = rendezvous
-    join = module._join
-
-    def stop() -> None:
-        rank.say()
-        threading.Event().wait()
-
-    def join_later(*arguments: Any) -> Any:
-        rank.hear()
-        return join(*arguments)
-
-    if rank.number == victim:
-        setattr(module, function, SimpleNamespace(poll=stop) if function == "select" else lambda *_: stop())
-    if rank.number == late:
-        module._join = join_later
+def call_after_meeting_a_victim(rank: Rank, stops: Mapping[int, str]) -> PeerLostError:
+    if rank.number in stops:
+        stop_at(rank, stops[rank.number])
     rank.join()
     with pytest.raises(PeerLostError) as caught:
         dist.barrier()
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("victim", "function", "late"), [(1, "select", 2), (1, "_receive_file", -1), (0, "_watch", -1)]
-)
-def test_who_is_killed_after_it_has_connected_is_lost_in_the_first_call(
-    victim: int, function: str, late: int, tmp_path: Path
-) -> None:
-    with Ranks(tmp_path, 3, call_after_meeting_a_victim, victim, function, late) as ranks:
-        ranks.hear(victim)
+@pytest.mark.parametrize("stops", [{1: "_wait_for_all", 2: "_open_file"}, {1: "closing"}, {0: "read_record"}])
+def test_who_is_killed_after_it_has_the_file_is_lost_in_the_first_call(stops: dict[int, str], tmp_path: Path) -> None:
+    victim = min(stops)
+    with Ranks(tmp_path, 3, call_after_meeting_a_victim, stops) as ranks:
+        for number in stops:
+            ranks.hear(number)
         ranks.send_signal(victim, signal.SIGKILL)
-        if late >= 0:
-            ranks.say(late)
+        for number in set(stops) - {victim}:
+            ranks.say(number)
         assert [ranks.result(number).rank for number in {0, 1, 2} - {victim}] == [victim, victim]
 
 
 def test_a_rank_that_never_comes_to_make_the_group_is_named_to_all(tmp_path: Path) -> None:
-    with Ranks(tmp_path, 3, meet_with_a_victim, 1, rendezvous.__name__, "_join", 3.0) as ranks:
+    with Ranks(tmp_path, 3, meet, {1: "_open_file"}, 3.0) as ranks:
         ranks.hear(1)
         for number in (0, 2):
             error, num_left_open = ranks.result(number)

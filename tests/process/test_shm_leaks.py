@@ -1,6 +1,5 @@
 """What groups over shared memory leave behind, and what others can get at: nothing."""
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -26,7 +25,8 @@ import torch
 import torch.distributed as dist
 from tests.process.ranks import CPU, PATIENCE, Rank, Ranks, names_in
 
-from lockstep.comm.hosts import GroupHosts, GroupMembers, host_identity
+from lockstep.comm.hosts import GroupHosts, host_identity
+from lockstep.comm.lost_ranks import own_process
 from lockstep.comm.shm import file_layout, rendezvous
 from lockstep.comm.shm.memory import Memory, create_file
 from lockstep.comm.stored_values import Deadline
@@ -149,7 +149,7 @@ def allocate_and_drop(rank: Rank) -> None:
     late = holdings()
     assert late.num_descriptors <= early.num_descriptors
     assert late.shared_bytes <= early.shared_bytes + MEGABYTE
-    assert os.fstat(group._memory._descriptor).st_blocks * 512 <= rank.size * kept.nbytes + MEGABYTE
+    assert os.fstat(group._memory.descriptor).st_blocks * 512 <= rank.size * kept.nbytes + MEGABYTE
     dist.barrier()
     dist.destroy_process_group()
     del group
@@ -240,14 +240,14 @@ def reduce_for_ever(rank: Rank) -> None:
 
 
 def wait_for_rank_1(rank: Rank) -> None:
-    listen = rendezvous._listen
+    module: Any = rendezvous
+    wait_for_all = module._wait_for_all
 
-    def listen_and_say() -> socket.socket:
-        listener = listen()
+    def say_and_wait(*arguments: Any) -> None:
         rank.say()
-        return listener
+        wait_for_all(*arguments)
 
-    rendezvous._listen = listen_and_say
+    module._wait_for_all = say_and_wait
     hosts = GroupHosts(identities=("a", "a"), host_names=("a", "a"))
     deadline = Deadline.after(timedelta(seconds=PATIENCE))
     rendezvous.connect_ranks(rank.store(), 0, file_layout.FileLayout(2), deadline, hosts=hosts)
@@ -287,7 +287,7 @@ def test_ranks_that_are_killed_leave_nothing_behind(tmp_path: Path) -> None:
     nothing = Traces([], [], [])
     assert before == after_work == after_wait == nothing
     assert (working.shared, working.temporary) == ([], ["store"])
-    assert [name[:10] for name in waiting.sockets] == ["@lockstep-"]
+    assert waiting.sockets == []
 
 
 def list_files(rank: Rank) -> list[str]:
@@ -369,24 +369,22 @@ def test_a_limit_on_the_length_of_files_is_a_reason_not_to_share_memory(tmp_path
 
 
 def admit_slowly(me: Rank) -> float:
-    """Make a group, rank 1 only when it is told to; say where rank 0 listens, and the file's descriptor."""
-    listen, join = rendezvous._listen, rendezvous._join
+    """Make a group, rank 1 only when it is told to; say the file's descriptor once it is offered."""
+    module: Any = rendezvous
+    open_file, wait_for_all = module._open_file, module._wait_for_all
 
-    def listen_and_say() -> socket.socket:
-        listener = listen()
-        me.say(listener.getsockname())
-        return listener
+    def say_and_wait(memory: Memory, *arguments: Any) -> None:
+        if me.number == 0:
+            me.say(memory.descriptor)
+        wait_for_all(memory, *arguments)
 
-    def join_when_told(
-        store: dist.Store, rank: int, members: GroupMembers, deadline: Deadline
-    ) -> rendezvous.GroupHandles:
-        me.say()
+    def open_when_told(*arguments: Any) -> int:
         me.hear()
-        return join(store, rank, members, deadline)
+        return open_file(*arguments)
 
-    rendezvous._listen, rendezvous._join = listen_and_say, join_when_told
+    module._wait_for_all, module._open_file = say_and_wait, open_when_told
     group = me.join()
-    me.say(group._memory._descriptor)
+    me.say(group._memory.descriptor)
     me.hear()
     total = torch.tensor([me.number + 1.0])
     dist.all_reduce(total)
@@ -407,24 +405,16 @@ def refused(*arguments: Any, call: Callable[..., Any] = os.open) -> bool:
     return False
 
 
-def intrude(rank: Rank, address: bytes, pid: int) -> None:
-    """As another user: try to join the group, and to get at its memory."""
+def intrude(rank: Rank, pid: int) -> None:
+    """As another user: try to get at a group's memory, while it is made and afterwards."""
     libc = ctypes.CDLL(None, use_errno=True)
     mapped = [f"/proc/{pid}/map_files/{name}" for name in names_in(f"/proc/{pid}/map_files")]
     become_nobody()
-    silent = socket.socket(socket.AF_UNIX)
-    silent.connect(address)  # and says nothing, all the time
-    for hello in (struct.pack("<I", 1), b"x", b"x" * 100_000):
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(PATIENCE)
-            connection.connect(address)
-            with contextlib.suppress(ConnectionError):
-                connection.sendall(hello)
-                assert socket.recv_fds(connection, 4, 1)[:2] == (b"", [])
-    rank.say()
-    descriptor = rank.hear()
-    assert refused(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
-    assert refused(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
+    for _ in range(2):
+        descriptor = rank.hear()
+        assert refused(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+        assert refused(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
+        rank.say()
     assert refused(f"/proc/{pid}/mem", os.O_RDWR)
     assert refused(f"/proc/{pid}/map_files", call=names_in)
     assert mapped
@@ -438,14 +428,15 @@ def intrude(rank: Rank, address: bytes, pid: int) -> None:
 @needs_root
 def test_another_user_can_neither_join_nor_read(tmp_path: Path) -> None:
     with Ranks(tmp_path, 2, admit_slowly) as ranks:
-        address = ranks.hear(0)
-        ranks.hear(1)
-        with Ranks(tmp_path, 1, intrude, address, ranks.pid(0)) as intruder:
+        descriptor = ranks.hear(0)
+        with Ranks(tmp_path, 1, intrude, ranks.pid(0)) as intruder:
+            intruder.say(0, descriptor)
             intruder.hear(0)
             ranks.say(1)
             descriptor = ranks.hear(0)
             ranks.hear(1)
             intruder.say(0, descriptor)
+            intruder.hear(0)
             intruder.result(0)
         ranks.say(0)
         ranks.say(1)
@@ -453,9 +444,9 @@ def test_another_user_can_neither_join_nor_read(tmp_path: Path) -> None:
 
 
 def pose_as_rank_0(rank: Rank) -> None:
+    started = own_process().started
     become_nobody()
-    listener = rendezvous._listen()
-    rank.say(listener.getsockname()[1:].decode())
+    rank.say((os.getpid(), started, create_file(file_layout.FileLayout(2))))
     rank.hear()
 
 
@@ -463,8 +454,10 @@ def pose_as_rank_0(rank: Rank) -> None:
 @needs_root
 def test_a_rank_does_not_join_another_user(tmp_path: Path) -> None:
     with Ranks(tmp_path, 1, pose_as_rank_0) as impostor:
-        address = impostor.hear(0)
+        pid, started, descriptor = impostor.hear(0)
         store, deadline = dist.HashStore(), Deadline.after(timedelta(seconds=PATIENCE))
-        store.set("address", json.dumps([address]))
+        offered = {"pid": pid, "started": started, "descriptor": descriptor, "problem": ""}
+        store.set("file", json.dumps(offered))
+        hosts = GroupHosts(identities=("a", "a"), host_names=("a", "a"))
         with pytest.raises(GroupError, match="belongs to another user"):
-            rendezvous._join(store, 1, GroupMembers(global_ranks=range(2)), deadline)
+            rendezvous.connect_ranks(store, 1, file_layout.FileLayout(2), deadline, hosts=hosts)

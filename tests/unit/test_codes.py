@@ -24,7 +24,7 @@ OTHERS_CODE = {
         "comm/gloo.py: GlooComparer.find_any_failed",
         "comm/shm/group.py: ShmProcessGroup.monitored_barrier.action",
         "comm/shm/peers.py: Peers._break",
-        "comm/shm/rendezvous.py: _read_reason",
+        "comm/shm/rendezvous.py: _explain_first",
         "checkpoint/saver.py: Saver.__exit__",
         "cli/check.py: check",
         "drop_in/observation.py: _watch_messages.warn_and_log",
@@ -64,6 +64,7 @@ OTHERS_CODE = {
     "The operating system's, which says it better": (
         "checkpoint/atomic_write.py: atomic_write",
         "comm/shm/memory.py: _map_pages",
+        "comm/shm/memory.py: open_file",
         "processes/ending.py: die_with_parent",
     ),
     "No mistake: how the training is set up": ("parallel/arguments.py: warn_of_ignored",),

@@ -227,7 +227,7 @@ class _ConnectionAttempt:
         let_native_threads_release()
         OPEN_GROUPS.add(self)
         failure: RuntimeError | None = None
-        lost: PeerLostError | None = None
+        lost: GroupError | None = None
         until = math.inf
         while time.monotonic() < until and not (lost is not None and failure is not None):
             try:

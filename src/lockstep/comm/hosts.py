@@ -27,7 +27,7 @@ from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup, St
 from lockstep.comm.bootstrap.channel_store import launch_store
 from lockstep.comm.shm import native
 from lockstep.comm.stored_values import Deadline, changed_value, read_texts
-from lockstep.errors import GroupError, PeerLostError
+from lockstep.errors import GroupError
 from lockstep.processes.host import boot_id, open_process
 
 _LOGGER = logging.getLogger("lockstep")
@@ -43,7 +43,7 @@ _LONG_BYTES = 1 << 44
 """As long as the file of a group, which takes memory only where it is written."""
 
 
-FindLost = Callable[[], PeerLostError | None]
+FindLost = Callable[[], GroupError | None]
 """Returns the error for a rank that is known to be lost, or None."""
 
 
@@ -157,7 +157,7 @@ def host_identity() -> str:
         return f"alone, {reason}"
     spaces = " ".join(str(Path(f"/proc/self/ns/{name}").readlink()) for name in _NAMESPACES)
     source = native.load().lockstep_shm_source().decode("ascii")
-    return f"boot {boot_id()} {spaces} uid {os.geteuid()}{_LIBRARY}{source}"
+    return f"boot {boot_id()} {spaces} uid {os.geteuid()} gid {os.getegid()}{_LIBRARY}{source}"
 
 
 def is_host_identity(text: str) -> bool:
@@ -173,6 +173,10 @@ def why_alone() -> str:
         descriptor = os.memfd_create("lockstep-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with os.fdopen(descriptor, "wb") as probe:
             probe.truncate(_LONG_BYTES)
+            path = Path(f"/proc/self/fd/{probe.fileno()}")
+            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))  # as the other ranks open the file of a group
+            if path.lstat().st_uid != os.geteuid():
+                return "the kernel lets no other process of its user look at it, as it does with set-user-ID programs"
         os.close(open_process(os.getpid()))
         Path("/proc/self/ns/pid").readlink()
     except OSError as error:

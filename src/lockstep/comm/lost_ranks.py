@@ -15,6 +15,7 @@ backend therefore has a thread that watches the other ranks:
 The value that step 5 reads is not valid. So whoever reads a result on a device calls `raise_if_broken` before using it.
 """
 
+import errno
 import logging
 import math
 import os
@@ -248,9 +249,19 @@ class ProcessEnds:
         self._descriptors: dict[int, int] = {}
         for peer, process in enumerate(processes):
             if peer != rank and process.place and process.place == processes[rank].place:
-                with suppress(OSError):  # this kernel has no such descriptors, or the process has ended and was reaped
+                try:
                     self._descriptors[peer] = open_process(process.pid, process.started)
+                except ProcessLookupError:
+                    self._descriptors[peer] = os.eventfd(1)  # which can be read, too
+                except OSError as error:
+                    if error.errno not in {errno.ENOSYS, errno.EPERM}:  # this kernel has none, or a sandbox allows none
+                        self.close()
+                        raise
         finalize_here(self, _close, self._descriptors)
+
+    def close(self) -> None:
+        """Watch none of them any more."""
+        _close(self._descriptors)
 
     def find_ended(self, peers: Sequence[int] | None = None, seconds: float = 0.0) -> int | None:
         """Return a rank, of `peers` if given, whose process has ended; None if none does within `seconds`."""

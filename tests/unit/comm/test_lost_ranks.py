@@ -25,14 +25,15 @@ from lockstep.comm.lost_ranks import (
 from lockstep.comm.stored_values import to_stored
 
 
-def test_a_killed_process_is_found_and_one_that_cannot_be_watched_is_not() -> None:
+def test_a_process_that_has_ended_is_found_and_one_that_cannot_be_watched_is_not() -> None:
     child = os.fork()
     if child == 0:
         threading.Event().wait()
     own = own_process()
     started = own.started  # of this process, not of the child: so the number means another process by now
     ends = ProcessEnds([own, replace(own, pid=child, started=started), replace(own, place="another host")], 0)
-    assert ends.find_ended() is None
+    assert ends.find_ended() == 1
+    assert ends.find_ended([2]) is None
     store = HashStore()
     store.set("process/1", to_stored(_process_of(child)))
     watched = exchange_processes(store, 0, 2)
@@ -42,7 +43,6 @@ def test_a_killed_process_is_found_and_one_that_cannot_be_watched_is_not() -> No
     assert watched.find_ended(seconds=50) == 1
     assert watched.find_ended([1]) == 1
     assert watched.find_ended([]) is None  # none was asked about: all were looked at
-    assert ends.find_ended() is None
     os.waitpid(child, 0)
 
 

@@ -44,8 +44,13 @@ class FileLayout:
         """Return the place of the counter of slots that `target` has emptied, of those that `source` has filled."""
         return self.full(self.size + source, target)
 
+    @property
+    def joined(self) -> int:
+        """The place of the counter of ranks that have the file."""
+        return self.free(self.size, 0)
+
     def state(self, rank: int) -> int:
-        return -(-self.free(self.size, 0) // PAGE) * PAGE + rank * PAGE
+        return -(-(self.joined + LINE) // PAGE) * PAGE + rank * PAGE
 
     def call(self, rank: int, parity: int) -> int:
         return self.state(self.size) + (2 * rank + parity) * PAGE

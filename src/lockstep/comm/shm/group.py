@@ -345,8 +345,8 @@ def make_shared_memory_comparer(
 def _share_memory(
     store: Store, rank: int, timeout: timedelta, members: GroupMembers, set_up: GroupSetUp, layout: FileLayout
 ) -> tuple[tuple[Memory, Peers] | NotShared, GroupHosts]:
-    handles, hosts = connect_ranks(store, rank, layout, set_up.deadline, members, set_up.hosts)
-    if isinstance(handles, NotShared):
-        return handles, hosts
-    memory = Memory(handles.descriptor, layout, rank)
-    return (memory, Peers(memory, rank, handles, timeout.total_seconds(), members.global_ranks)), hosts
+    found, hosts = connect_ranks(store, rank, layout, set_up.deadline, members, set_up.hosts)
+    if isinstance(found, NotShared):
+        return found, hosts
+    memory, ends = found
+    return (memory, Peers(memory, rank, ends, timeout.total_seconds(), members.global_ranks)), hosts

@@ -14,6 +14,7 @@ the fork needs a clone that was made before it.
 """
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -22,6 +23,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
+from pathlib import Path
 from typing import Final, final
 
 import torch
@@ -34,6 +36,8 @@ from lockstep.processes.forking import call_in_children, finalize_here
 _SEALS: Final = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW of <linux/fcntl.h>
 _PUNCH_HOLE: Final = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE of <linux/falloc.h>
 _MAP_FIXED: Final = 0x10  # of <linux/mman.h>
+_FILE: Final = Path("/memfd:lockstep (deleted)")
+"""What a descriptor of a group's file leads to."""
 _NUM_PEER_MAPPINGS: Final = 256
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
@@ -59,6 +63,14 @@ def create_file(layout: FileLayout) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def open_file(path: Path, layout: FileLayout) -> int:
+    """Open another process's file of a group, by its place in /proc; PermissionError if it is none of this user's."""
+    is_ours = path.readlink() == _FILE and path.stat().st_uid == os.geteuid()
+    if not is_ours or path.stat().st_size != layout.total_bytes:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
 @final
@@ -107,7 +119,7 @@ class Memory:
 
     def __init__(self, descriptor: int, layout: FileLayout, rank: int) -> None:
         self.layout = layout
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._file: File | None = File(descriptor)
         self._rank = rank
         self._control = _map(descriptor, layout.control_bytes)
@@ -120,7 +132,7 @@ class Memory:
 
     def map_channel(self, source: int, target: int) -> Mapping:
         layout = self.layout
-        return _map(self._descriptor, layout.channel_bytes, layout.channel(source, target))
+        return _map(self.descriptor, layout.channel_bytes, layout.channel(source, target))
 
     @torch.inference_mode(False)
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -130,7 +142,7 @@ class Memory:
         length = max(-(-num_elements * dtype.itemsize // PAGE), 1) * PAGE
         offset = self._take_heap(length)
         start = self.layout.heap(self._rank) + offset
-        mapping = _map(self._descriptor, length, start)
+        mapping = _map(self.descriptor, length, start)
         address = ctypes.addressof(mapping)
         self._heap[address] = (offset, length)
         # The last finalizer is called first: the pages are freed before the offset, and the offset before the address.
@@ -154,7 +166,7 @@ class Memory:
         key = (self.layout.heap(rank) + start, length)
         mapping = self._peer_mappings.pop(key, None)
         if mapping is None:
-            mapping = _map(self._descriptor, length, key[0])
+            mapping = _map(self.descriptor, length, key[0])
             if len(self._peer_mappings) >= _NUM_PEER_MAPPINGS:
                 self._peer_mappings.popitem(last=False)
         self._peer_mappings[key] = mapping
@@ -163,7 +175,7 @@ class Memory:
     def close(self) -> None:
         """Drop the descriptor and the mappings; allocated tensors stay usable."""
         self._file = None
-        self._descriptor = -1
+        self.descriptor = -1
         self._peer_mappings.clear()
 
     def forget(self, address: int) -> None:

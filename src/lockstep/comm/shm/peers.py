@@ -8,7 +8,6 @@ state page of a rank:   state | lost rank | length, text: why it left | length, 
 
 import ctypes
 import os
-import select
 import struct
 import sys
 import threading
@@ -20,11 +19,10 @@ from enum import IntEnum
 from traceback import format_exception
 from typing import Final, final
 
-from lockstep.comm.lost_ranks import EXIT_SECONDS, may_come_from_loss
+from lockstep.comm.lost_ranks import EXIT_SECONDS, ProcessEnds, may_come_from_loss
 from lockstep.comm.shm import native
 from lockstep.comm.shm.file_layout import PAGE
 from lockstep.comm.shm.memory import Memory, read_text, write_text
-from lockstep.comm.shm.rendezvous import GroupHandles
 from lockstep.errors import CollectiveTimeoutError, GroupError, PeerLostError, clause, describe_exception
 from lockstep.processes.forking import call_in_children, this_process
 from lockstep.processes.user_line import find_user_line
@@ -133,7 +131,7 @@ class LongWait:
 @final
 class Peers:
     def __init__(
-        self, memory: Memory, rank: int, handles: GroupHandles, timeout_seconds: float, global_ranks: Sequence[int]
+        self, memory: Memory, rank: int, ends: ProcessEnds, timeout_seconds: float, global_ranks: Sequence[int]
     ) -> None:
         self.rank = rank
         self.size = memory.layout.size
@@ -151,8 +149,9 @@ class Peers:
         self.address = memory.address
         self.layout = memory.layout
         self._member = this_process()
-        self._pids = handles.pids
-        self._pidfds = handles.pidfds
+        self._ends = ends
+        self._others = [peer for peer in range(self.size) if peer != rank]
+        """The ranks that are watched, until the group is left."""
         self.global_ranks = global_ranks
         """The number of each rank in messages: its rank in the default group."""
         self.global_rank = global_ranks[rank]
@@ -280,7 +279,7 @@ class Peers:
 
     def find_any_lost(self) -> PeerLostError | None:
         """Return the error for the rank that was lost, failed or left first, or None; does not break the group."""
-        return self._explain(self.first_lost([*self._pidfds]))
+        return self._explain(self.first_lost(self._others))
 
     def find_any_failed(self) -> PeerLostError | None:
         """Return the same for a rank that was killed or failed, and did not just leave."""
@@ -327,9 +326,8 @@ class Peers:
         broken.add_note("".join(format_exception(error)))
 
     def close(self) -> None:
-        for descriptor in self._pidfds.values():
-            os.close(descriptor)
-        self._pidfds = {}
+        self._ends.close()
+        self._others = []
 
     def _record_wait(self, rank: int, call: bytes) -> int:
         """Record a wait that is long already, and the line of the user's code; return the event's number."""
@@ -383,15 +381,11 @@ class Peers:
         return f"Rank {name} waits in {waiting}" if waiting else f"Rank {name} is not in a call of this group"
 
     def _has_ended(self, peer: int) -> bool:
-        if peer not in self._pidfds:  # this rank
-            return False
-        poll = select.poll()
-        poll.register(self._pidfds[peer], select.POLLIN)
-        return bool(poll.poll(0))
+        return self._ends.find_ended([peer]) is not None
 
     def _find_killed(self) -> int | None:
         """Return a rank that was killed or has failed, and did not just leave, or None."""
-        for peer in self._pidfds:
+        for peer in self._others:
             if self._read_state(peer)[0] is not PeerState.LEFT and self.first_lost([peer]) is not None:
                 return peer
         return None
@@ -426,7 +420,7 @@ class Peers:
                 "a batch that one has skipped. (LS203)"
             )
         return (
-            f"Rank {name} (process {self._pids.get(peer)}) is lost: its process exited without reporting an error. It "
+            f"Rank {name} (process {self._ends.pids[peer]}) is lost: its process exited without reporting an error. It "
             "was killed or crashed, or ended by os._exit and did not destroy the group, as forked children of "
             "multiprocessing do. Look at its log, and in the system log for a lack of memory. (LS203)"
         )

@@ -1,32 +1,25 @@
-"""Sharing memory between the ranks of a group: rank 0 makes the file and sends it to each peer over a Unix socket.
+"""Sharing memory between the ranks of a group: rank 0 makes the file, the others open it in `/proc/PID/fd` of rank 0.
 
-    rank 0                                     store         every other rank r
-    1 listens on an abstract socket
-    2 publishes its address                ->  address  ->   3 connects, checks the user of the socket, sends its rank
-    4 checks the user of each process
-    5 when all are there: sends the file, and
-      who they are, to all                                   6 maps the file, opens the processes
-    X stores why it failed                 ->  failed   ->   X reads why rank 0 has closed the connection
+    rank 0                                       store      every other rank r
+    1 makes the file
+    2 stores its process and its descriptor  ->  file  ->   3 opens the file, checks whose it is
+    4 writes its process on a page of the file, adds to the counter of ranks there          4 the same
+    5 when all have: opens the processes                                                    5 the same
 
-So each rank waits once. Whoever is lost after step 3 is lost in the group's first call, as if that came a moment later.
+So no rank goes on, and may end, before all have the file. Whoever is lost after step 4 is lost in the group's first
+call, as if that came a moment later.
 
-The socket's name exists only in the kernel, and both ends ask the kernel for the user of the other one: processes of
-other users cannot connect, and are not connected to. A process is identified by its number and when it started.
+The kernel lets no process of another user open the file, and a rank opens none of another user: whoever can write into
+the store reaches no memory by it.
 """
 
-import array
-import json
+import ctypes
 import os
-import secrets
-import select
-import selectors
-import socket
-import struct
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Final
 
 from torch.distributed import Store
 
@@ -38,45 +31,32 @@ from lockstep.comm.hosts import (
     store_loss_explained,
     wait_for_members,
 )
-from lockstep.comm.shm import memory
-from lockstep.comm.shm.file_layout import FileLayout
-from lockstep.comm.stored_values import Deadline, read_record, read_texts, to_stored
+from lockstep.comm.lost_ranks import ProcessEnds, RankProcess
+from lockstep.comm.shm import native
+from lockstep.comm.shm.file_layout import PAGE, FileLayout
+from lockstep.comm.shm.memory import Memory, create_file, open_file, read_text, write_text
+from lockstep.comm.stored_values import Deadline, read_record, to_stored
 from lockstep.errors import GroupError, PeerLostError
-from lockstep.processes.host import open_process, peer_credentials, start_ticks
+from lockstep.processes.host import start_ticks
 
-_ADDRESS = "address"
-_FAILED = "failed"
-_NUMBER = struct.Struct("<I")
-_LONGER_SECONDS = 5.0
-"""How much longer the others wait than rank 0, which reports the missing ranks."""
-_LOOK_SECONDS = 0.1
+_FILE: Final = "file"
+_HERE: Final = "the host of all"
+_MOST_BYTES: Final = PAGE // 2
+_LOOK_NS: Final = 50_000_000
 """How often a rank that waits for others looks whether the group is still to be made."""
-_NEVER = -1
-"""When a process has started that counts as ended."""
-_GRACE_SECONDS = 1.0
-"""The least time for the ranks to connect, and then for each to be sent the file."""
+_GRACE_SECONDS: Final = 1.0
+"""The least time for the ranks to open the file, where all have come in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupHandles:
-    descriptor: int
-    """The group's file."""
-    pidfds: dict[int, int]
-    """A descriptor of the process of every other rank, readable once it has ended."""
-    pids: dict[int, int]
-
-
-class _Process(NamedTuple):
+class _OfferedFile:
     pid: int
     started: int
-    """When, as `start_ticks` returns it: after its end its number may come to mean another one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reason:
-    rank: int
-    """The rank that it has lost; -1 for another reason."""
-    message: str
+    """When the process of rank 0 started, as `start_ticks` returns it."""
+    descriptor: int
+    """Rank 0's descriptor of the file."""
+    problem: str = ""
+    """Why rank 0 has given the group up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +72,7 @@ def connect_ranks(
     deadline: Deadline,
     members: GroupMembers | None = None,
     hosts: GroupHosts | None = None,
-) -> tuple[GroupHandles | NotShared, GroupHosts]:
+) -> tuple[tuple[Memory, ProcessEnds] | NotShared, GroupHosts]:
     """Connect the ranks of a group through shared memory (collective); return the hosts of the ranks too.
 
     `store` is for this group alone; `hosts` are given on all ranks or on none. Without `members`, a rank is its name.
@@ -108,186 +88,75 @@ def connect_ranks(
     reason = hosts.why_not_shared(members.global_ranks)
     if reason:
         return NotShared(reason=reason), hosts
-    if rank == 0:
-        return _admit_all(store, layout, members, deadline), hosts
-    return _join(store, rank, members, deadline), hosts
-
-
-def _listen() -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(f"\0lockstep-{secrets.token_hex(16)}")
-    listener.listen(socket.SOMAXCONN)
-    return listener
-
-
-@contextmanager
-def _publishing_reason(store: Store) -> Iterator[None]:
-    """Store why this rank fails, for the others, before it closes its sockets."""
-    try:
-        yield
-    except (GroupError, OSError) as error:
-        with suppress(RuntimeError):  # the store is lost too
-            store.set(_FAILED, to_stored(_Reason(rank=getattr(error, "rank", -1), message=str(error))))
-        raise
-
-
-def _read_reason(store: Store) -> GroupError | None:
-    """Return why rank 0 failed, if it has stored a reason."""
-    try:
-        stored = store.get(_FAILED) if store.check([_FAILED]) else b""
-    except RuntimeError:  # the store is lost too
-        stored = b""
-    if not stored:
-        return None
-    found = read_record(_FAILED, stored, _Reason)
-    return GroupError(found.message) if found.rank < 0 else PeerLostError(found.message, rank=found.rank)
-
-
-def _admit_all(store: Store, layout: FileLayout, members: GroupMembers, deadline: Deadline) -> GroupHandles:
-    processes = {0: _Process(os.getpid(), start_ticks(os.getpid()))}
-    with ExitStack() as undo, ExitStack() as done, _publishing_reason(store):
-        listener = done.enter_context(_listen())
-        with store_loss_explained():
-            store.set(_ADDRESS, json.dumps([listener.getsockname()[1:].decode("ascii")]))
-        descriptor = memory.create_file(layout)
-        undo.callback(os.close, descriptor)
-        connections = _accept_ranks(store, listener, members, deadline.with_at_least(_GRACE_SECONDS), done)
-        for rank, connection in connections.items():
-            pid = peer_credentials(connection)[0]
-            processes[rank] = _Process(pid, start_ticks(pid))
-        hello = json.dumps([processes[rank] for rank in range(layout.size)]).encode()
-        for rank, connection in connections.items():
-            connection.settimeout(deadline.seconds_left(_GRACE_SECONDS))
-            try:
-                socket.send_fds(connection, [_NUMBER.pack(len(hello)) + hello], [descriptor])
-            except OSError:  # it has left
-                processes[rank] = processes[rank]._replace(started=_NEVER)
-        handles = _watch(processes, 0, descriptor, undo)
-        undo.pop_all()
-    return handles
-
-
-def _accept_ranks(
-    store: Store, listener: socket.socket, members: GroupMembers, deadline: Deadline, done: ExitStack
-) -> dict[int, socket.socket]:
-    """Return the connection of each other rank.
-
-    A connection may be from any process, and send anything or nothing: none is waited for by itself, and one that is no
-    rank's is closed. `GroupError`: a rank is missing, or the launcher has given this group up.
-    """
-    connections: dict[int, socket.socket] = {}
-    missing = dict(enumerate(members.global_ranks))
-    del missing[0]
-    begun: dict[socket.socket, bytes] = {}
-    wait = MembersWait(members, deadline)
-    listener.setblocking(False)
-    with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        while missing:
-            ready = [key.fileobj for key, _ in selector.select(min(deadline.seconds_left(), _LOOK_SECONDS))]
-            if listener in ready:
-                with suppress(BlockingIOError):  # it was closed again
-                    connection = listener.accept()[0]
-                    if peer_credentials(connection)[1] == os.geteuid():
-                        done.callback(connection.close)
-                        connection.setblocking(False)
-                        selector.register(connection, selectors.EVENT_READ)
-                        begun[connection] = b""
-                    else:
-                        connection.close()
-            for connection in [each for each in begun if each in ready]:
-                rank = _read_rank(connection, begun)
-                if rank is None:
-                    continue
-                del begun[connection]
-                selector.unregister(connection)
-                if missing.pop(rank, None) is None:
-                    connection.close()
-                else:
-                    connections[rank] = connection
-            if not ready or deadline.is_over:
-                wait.look(lambda: [*missing.values()])
-                with store_loss_explained():
-                    store.check([_ADDRESS])
-    return connections
-
-
-def _read_rank(connection: socket.socket, begun: dict[socket.socket, bytes]) -> int | None:
-    """Return the rank that a connection has sent, -1 if it is no rank's; None if more must come."""
-    try:
-        piece = connection.recv(_NUMBER.size - len(begun[connection]))
-    except OSError:
-        piece = b""
-    if not piece:
-        return -1
-    begun[connection] += piece
-    return _NUMBER.unpack(begun[connection])[0] if len(begun[connection]) == _NUMBER.size else None
-
-
-def _join(store: Store, rank: int, members: GroupMembers, deadline: Deadline) -> GroupHandles:
     with store_loss_explained():
-        wait_for_members(store, [_ADDRESS], members, deadline)
-        (address,) = read_texts(_ADDRESS, store.get(_ADDRESS), 1)
-    first = members.global_ranks[0]
-    end = time.monotonic() + deadline.seconds_left() + _LONGER_SECONDS
-    with ExitStack() as undo, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(_LONGER_SECONDS)
         try:
-            connection.connect(f"\0{address}")
-            if peer_credentials(connection)[1] != os.geteuid():
-                raise GroupError("The process that offers the group's shared memory belongs to another user. (LS114)")
-            connection.sendall(_NUMBER.pack(rank))
-            answer = select.poll()
-            answer.register(connection, select.POLLIN)
-            while not answer.poll(1000 * _LOOK_SECONDS):
-                lost = members.find_lost()
-                if lost is not None:
-                    raise lost
-                if time.monotonic() >= end:
-                    raise GroupError(
-                        f"Rank {first} did not make the group within {deadline.limit.total_seconds():g} s. Look at its "
-                        "log; it may be stuck. (LS109)"
-                    )
-            length, descriptor = _receive_file(connection)
-            undo.callback(os.close, descriptor)
-            hello = _receive_exactly(connection, length)
-        except (OSError, EOFError) as error:
-            ended = PeerLostError(f"Rank {first} ended while the group was being made. (LS112)", rank=first)
-            raise (_read_reason(store) or ended) from error
-        processes = {rank: _Process(*found) for rank, found in enumerate(json.loads(hello))}
-        handles = _watch(processes, rank, descriptor, undo)
+            return _share_file(store, rank, layout, members, deadline.with_at_least(_GRACE_SECONDS)), hosts
+        except (GroupError, OSError) as error:
+            if rank == 0:
+                with suppress(RuntimeError):  # the store is lost too
+                    store.set(_FILE, to_stored(_OfferedFile(pid=-1, started=0, descriptor=-1, problem=str(error))))
+            raise
+
+
+def _share_file(
+    store: Store, rank: int, layout: FileLayout, members: GroupMembers, deadline: Deadline
+) -> tuple[Memory, ProcessEnds]:
+    own = RankProcess(place=_HERE, pid=os.getpid(), started=start_ticks(os.getpid()))
+    watched = [own]
+    with ExitStack() as undo:
+        if rank == 0:
+            shared = Memory(create_file(layout), layout, rank)
+            offered = _OfferedFile(pid=own.pid, started=own.started, descriptor=shared.descriptor)
+            store.set(_FILE, to_stored(offered))
+        else:
+            wait_for_members(store, [_FILE], members, deadline)
+            offered = read_record(_FILE, store.get(_FILE), _OfferedFile)
+            watched.append(RankProcess(place=_HERE, pid=offered.pid, started=offered.started))
+            shared = Memory(_open_file(store, offered, layout, members), layout, rank)
+        undo.callback(shared.close)
+        pages = [shared.address + layout.call(peer, 1) for peer in range(layout.size)]  # which the second phase writes
+        write_text(pages[rank], to_stored(own).encode(), _MOST_BYTES)
+        native.load().lockstep_raise(shared.address + layout.joined)
+        with closing(ProcessEnds(watched, 0)) as first:
+
+            def find_lost() -> GroupError | None:
+                return members.find_lost() if first.find_ended() is None else _explain_first(store, members)
+
+            others = GroupMembers(global_ranks=members.global_ranks, find_lost=find_lost)
+            _wait_for_all(shared, pages, MembersWait(others, deadline), members)
+        found = [
+            read_record(f"process/{peer}", read_text(page, _MOST_BYTES), RankProcess) for peer, page in enumerate(pages)
+        ]
+        ends = ProcessEnds(found, rank)
         undo.pop_all()
-    return handles
+    return shared, ends
 
 
-def _receive_file(connection: socket.socket) -> tuple[int, int]:
-    """Return a number and a descriptor that no program inherits: socket.recv_fds() drops the flag for that."""
-    room = socket.CMSG_LEN(array.array("i").itemsize)
-    data, control, _, _ = connection.recvmsg(_NUMBER.size, room, socket.MSG_CMSG_CLOEXEC)
-    for level, kind, content in control:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            return _NUMBER.unpack(data)[0], array.array("i", content)[0]
-    raise EOFError
+def _wait_for_all(shared: Memory, pages: Sequence[int], wait: MembersWait, members: GroupMembers) -> None:
+    counter, stop = shared.address + shared.layout.joined, ctypes.c_int32(0)
+
+    def find_missing() -> list[int]:
+        named = zip(members.global_ranks, pages, strict=True)
+        return [name for name, page in named if not read_text(page, _MOST_BYTES)]
+
+    while not native.load().lockstep_wait(counter, len(pages), 0, _LOOK_NS, ctypes.addressof(stop)):
+        wait.look(find_missing)
 
 
-def _watch(processes: Mapping[int, _Process], own: int, descriptor: int, undo: ExitStack) -> GroupHandles:
-    """Open a descriptor for every other process; one that has ended is lost in the group's first call."""
-    pidfds: dict[int, int] = {}
-    for rank, process in processes.items():
-        if rank != own:
-            try:
-                pidfds[rank] = open_process(*process)
-            except ProcessLookupError:
-                pidfds[rank] = os.eventfd(1)  # which can be read
-            undo.callback(os.close, pidfds[rank])
-    return GroupHandles(descriptor=descriptor, pidfds=pidfds, pids={rank: pid for rank, (pid, _) in processes.items()})
+def _open_file(store: Store, offered: _OfferedFile, layout: FileLayout, members: GroupMembers) -> int:
+    try:
+        return open_file(Path(f"/proc/{offered.pid}/fd/{offered.descriptor}"), layout)
+    except PermissionError as error:
+        raise GroupError(
+            "The process that offers the group's shared memory belongs to another user. (LS114)"
+        ) from error
+    except OSError as error:
+        raise _explain_first(store, members) from error
 
 
-def _receive_exactly(connection: socket.socket, count: int) -> bytes:
-    received = b""
-    while len(received) < count:
-        part = connection.recv(count - len(received))
-        if not part:
-            raise EOFError
-        received += part
-    return received
+def _explain_first(store: Store, members: GroupMembers) -> GroupError:
+    """Return why rank 0 does not make the group: what it has said, or that it has ended without a word."""
+    problem = read_record(_FILE, store.get(_FILE), _OfferedFile).problem
+    first = members.global_ranks[0]
+    ended = PeerLostError(f"Rank {first} ended while the group was being made. (LS112)", rank=first)
+    return GroupError(problem) if problem else ended

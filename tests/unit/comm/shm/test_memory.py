@@ -13,10 +13,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from lockstep.comm.lost_ranks import ProcessEnds, own_process
 from lockstep.comm.shm.file_layout import LINE, PAGE, FileLayout
 from lockstep.comm.shm.memory import Memory, create_file, tensor_at
 from lockstep.comm.shm.peers import Counter, Peers
-from lockstep.comm.shm.rendezvous import GroupHandles
 from lockstep.errors import GroupError
 
 LAYOUT = FileLayout(2, send_buffer_bytes=PAGE, slot_bytes=PAGE)
@@ -71,7 +71,7 @@ def test_other_tensors_are_not_in_the_heap(pair: tuple[Memory, Memory]) -> None:
 
 def test_memory_of_tensors_that_are_gone_is_given_back(pair: tuple[Memory, Memory]) -> None:
     def used() -> int:
-        return os.fstat(pair[1]._descriptor).st_blocks * 512
+        return os.fstat(pair[1].descriptor).st_blocks * 512
 
     before = used()
     tensor = pair[0].allocate(1 << 20, torch.uint8).fill_(1)
@@ -122,7 +122,7 @@ def test_inference_mode_leaves_no_tensors_of_its_own_behind(pair: tuple[Memory, 
 def test_memory_is_given_back_though_the_group_is_gone(pair: tuple[Memory, Memory]) -> None:
     # One small tensor that outlived its group once pinned the memory of all of it.
     def used() -> int:
-        return os.fstat(pair[1]._descriptor).st_blocks * 512
+        return os.fstat(pair[1].descriptor).st_blocks * 512
 
     small, big = pair[0].allocate(4, torch.float32).fill_(1), pair[0].allocate(1 << 20, torch.uint8).fill_(1)
     before = used()
@@ -238,7 +238,7 @@ def test_the_control_area_ends_where_channels_begin() -> None:
 
 @pytest.fixture
 def peers(pair: tuple[Memory, Memory]) -> Peers:
-    return Peers(pair[0], 0, GroupHandles(descriptor=-1, pidfds={}, pids={}), 1.0, [0, 1])
+    return Peers(pair[0], 0, ProcessEnds([own_process()] * 2, 0), 1.0, [0, 1])
 
 
 def test_what_was_added_is_taken_once(peers: Peers) -> None:
