@@ -167,15 +167,6 @@ def _copies(draw: random.Random, ranks: Sequence[Ranks]) -> _Case:
     return case
 
 
-def _lengths(draw: random.Random, ranks: Sequence[Ranks]) -> _Case:  # noqa: ARG001 - as the others
-    size, length = len(ranks), 16 * len(ranks)
-    made = [lambda view: programs.exchange_lengths(view, length)]
-    case = _Case(ranks, _BYTES, lambda _: [length, length * size], made)
-    for target, rank in itertools.product(range(size), repeat=2):
-        case.results.append(((target, 1, length * rank), length, [(rank, 0, 0)], ()))
-    return case
-
-
 def _all_to_all(draw: random.Random, ranks: Sequence[Ranks]) -> _Case:
     size = len(ranks)
     table = [[_draw_length(draw, 2 * ranks[0].buffer_bytes // size) for _ in ranks] for _ in ranks]
@@ -188,7 +179,7 @@ def _all_to_all(draw: random.Random, ranks: Sequence[Ranks]) -> _Case:
     return case
 
 
-_DRAWS = (_one_part_each, _several_parts, _reduce, _reduce_scatter, _copies, _lengths, _all_to_all)
+_DRAWS = (_one_part_each, _several_parts, _reduce, _reduce_scatter, _copies, _all_to_all)
 
 
 def write_cases(path: Path, seed: int) -> None:

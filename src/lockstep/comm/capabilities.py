@@ -1,19 +1,16 @@
 """What a process group can do beside torch's collectives: read by one function, and not from its class.
 
 Groups of Lockstep's own backends have an attribute `capabilities`; of torch's own groups only the hosts may be known.
-The protocols below have the methods that each capability stands for.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
 from lockstep.comm.hosts import known_hosts
 from lockstep.errors import PeerLostError
-from lockstep.shards.tree import Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,34 +18,15 @@ class GroupCapabilities:
     owns_memory: bool = False
     """It allocates CPU tensors that it reduces without copying them (`allocate_tensor`)."""
     adds_in_order: bool = False
-    """It adds CPU tensors in the order of the tree; see `AddsInOrder`."""
+    """It adds CPU tensors in the order of the tree: its `ordered_all_reduce`."""
     is_host_local: bool = False
     """All its ranks are known to be on one host."""
     runs_in_callers_thread: bool = False
     """A blocking call is run by the thread that makes it, after those before it."""
     compares_calls: bool = False
-    """Its ranks compare their calls before data is exchanged; see `ComparesCalls`."""
+    """Its ranks compare their calls before data is exchanged; `compare_calls` compares one that is not its own."""
     reports_exits: bool = False
     """A rank can report to the others that it makes no more calls, and why; see `ReportsExits`."""
-
-
-class AddsInOrder(Protocol):
-    def ordered_all_reduce(  # what is reduced, and what is compared
-        self,
-        parts: Sequence[Tensor],
-        out: Tensor,
-        layout: Sequence[Sequence[Node]],
-        num_shards: int,
-        call: bytes,
-        *,
-        is_async: bool,
-    ) -> Work | None:
-        """Sum subtrees of shards, several on each rank, into `out` on every rank (collective); None if it is done."""
-
-
-class ComparesCalls(Protocol):
-    def compare_calls(self, call: bytes) -> None:
-        """Return when every rank has made the same call, which is not one of this group's own (collective)."""
 
 
 class ReportsExits(Protocol):

@@ -22,14 +22,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lockstep.comm.capabilities import AddsInOrder, capabilities_of
+from lockstep.comm.capabilities import capabilities_of
 from lockstep.comm.messages import (
     all_to_all,
     check_summable,
@@ -278,7 +278,7 @@ class OrderedReductions:
                 self._start_messages(self._flatten(partials, out, layout), out)
             return self._finish
         reduction = self._flatten(partials, out, layout)
-        work = cast("AddsInOrder", self._world.group).ordered_all_reduce(
+        work = cast("Any", self._world.group).ordered_all_reduce(
             [reduction.partials[node] for node in reduction.layout[self._world.rank]],
             reduction.out,
             reduction.layout,

@@ -51,7 +51,7 @@ def plan_ring(num_elements: int, world_size: int, chunk_elements: int) -> list[l
     There are at least `world_size` elements, so that no chunk is empty; `chunk_elements` is the most, and 2 or more.
     """
     num_chunks = -(-num_elements // (world_size * chunk_elements))
-    return [_cut(start, stop, num_chunks) for start, stop in split_evenly(num_elements, world_size)]
+    return _cut_twice(num_elements, world_size, num_chunks)
 
 
 def ring_transfers(rank: int, chunks: Sequence[Sequence[Bounds]]) -> Iterator[Transfer]:
@@ -81,7 +81,7 @@ def plan_chunks(num_elements: int, world_size: int, segment_elements: int) -> li
     There are at least `world_size` elements, so that no segment is empty; `segment_elements` is 2 or more.
     """
     num_chunks = -(-num_elements // (world_size * segment_elements))
-    return [_cut(start, stop, world_size) for start, stop in split_evenly(num_elements, num_chunks)]
+    return _cut_twice(num_elements, num_chunks, world_size)
 
 
 def check_held_partials(holdings: Sequence[HeldPartials]) -> None:
@@ -111,8 +111,9 @@ def check_layout(layout: Sequence[Sequence[Node]], num_shards: int) -> None:
         raise ValueError(_explain_layout(layout, num_shards))
 
 
-def _cut(start: int, stop: int, num_parts: int) -> list[Bounds]:
-    return [(start + lower, start + upper) for lower, upper in split_evenly(stop - start, num_parts)]
+def _cut_twice(num_elements: int, num_parts: int, num_pieces: int) -> list[list[Bounds]]:
+    parts = split_evenly(num_elements, num_parts)
+    return [[(start + lo, start + hi) for lo, hi in split_evenly(stop - start, num_pieces)] for start, stop in parts]
 
 
 def _explain_layout(layout: Sequence[Sequence[Node]], num_shards: int) -> str:

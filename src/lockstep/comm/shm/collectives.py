@@ -28,39 +28,37 @@ def _check_one(exchange: PhaseExchange, call: CollectiveCall) -> None:  # noqa: 
 
 
 def _check_gather(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    read_one(call.inputs)
-    if call.name == "all_gather" or exchange.rank == call.root:
-        _require_one_per_rank(exchange, call, "output", call.outputs)
-        check_alike(call.name, call.inputs[0], call.outputs)
-    elif call.outputs:
-        raise ValueError(f"gather {_root_and_rank(exchange, call, 'to')} gives output tensors, expected none. (LS209)")
-
-
-def _check_gather_single(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    if exchange.rank == call.root:
-        _require_multiple(exchange, call, call.outputs[0], call.inputs[0])
+    _check_pieces(exchange, call, call.inputs, call.outputs, "output", "" if call.name == "all_gather" else "to")
 
 
 def _check_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    read_one(call.outputs)
-    if exchange.rank == call.root:
-        _require_one_per_rank(exchange, call, "input", call.inputs)
-        check_alike(call.name, call.outputs[0], call.inputs)
-    elif call.inputs:
+    _check_pieces(exchange, call, call.outputs, call.inputs, "input", "" if call.name == "reduce_scatter" else "from")
+
+
+def _check_pieces(  # which is which, and how messages name it
+    exchange: PhaseExchange,
+    call: CollectiveCall,
+    own: Sequence[Tensor],
+    pieces: Sequence[Tensor],
+    role: str,
+    direction: str,
+) -> None:
+    """Check for one tensor of each rank, and a piece for each rank: on all ranks, or those `direction` the root."""
+    (piece,) = read_one(own)
+    if not direction or exchange.rank == call.root:
+        _require_one_per_rank(exchange, call, role, pieces)
+        check_alike(call.name, piece, pieces)
+    elif pieces:
+        root, rank = exchange.global_ranks[call.root], exchange.global_ranks[exchange.rank]
         raise ValueError(
-            f"scatter {_root_and_rank(exchange, call, 'from')} gives input tensors, expected none. (LS209)"
+            f"{call.name} {direction} rank {root}: rank {rank} gives {role} tensors, expected none. (LS209)"
         )
 
 
-def _check_reduce_scatter(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    read_one(call.outputs)
-    _require_one_per_rank(exchange, call, "input", call.inputs)
-    check_alike(call.name, call.outputs[0], call.inputs)
-
-
 def _check_outputs_of_all(exchange: PhaseExchange, call: CollectiveCall) -> None:
-    for output, tensor in zip(call.outputs, call.inputs, strict=True):
-        _require_multiple(exchange, call, output, tensor)
+    if call.name != "gather_single" or exchange.rank == call.root:
+        for output, tensor in zip(call.outputs, call.inputs, strict=True):
+            _require_multiple(exchange, call, output, tensor)
 
 
 def _check_inputs_for_all(exchange: PhaseExchange, call: CollectiveCall) -> None:
@@ -268,8 +266,9 @@ def _all_to_all(exchange: PhaseExchange, outputs: Sequence[Tensor], inputs: Sequ
     size = exchange.size
     lengths = array("q", [piece.nbytes for piece in (*inputs, *outputs)])
     found = array("q", bytes(8 * 2 * size * size))
-    program = programs.exchange_lengths(exchange.ranks, 8 * len(lengths))
-    exchange.run(program, [lengths.buffer_info()[0], found.buffer_info()[0]], call)
+    num_bytes = 8 * len(lengths)
+    places = range(found.buffer_info()[0], found.buffer_info()[0] + size * num_bytes, num_bytes)
+    exchange.run(programs.gather(exchange.ranks, num_bytes, takes=True), [lengths.buffer_info()[0], *places], call)
     rows = [found[2 * size * number : 2 * size * (number + 1)] for number in range(size)]
     for source in range(size):
         for target in range(size):
@@ -305,10 +304,6 @@ def _require_multiple(exchange: PhaseExchange, call: CollectiveCall, whole: Tens
         )
 
 
-def _root_and_rank(exchange: PhaseExchange, call: CollectiveCall, direction: str) -> str:
-    return f"{direction} rank {exchange.global_ranks[call.root]}: rank {exchange.global_ranks[exchange.rank]}"
-
-
 def _split_lengths(exchange: PhaseExchange, role: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:
     """Return the number of elements for each rank."""
     rows = tensor.shape[0] if tensor.dim() else 1
@@ -340,13 +335,13 @@ BY_NAME: Final[Mapping[str, tuple[_Step | None, _Step]]] = {
     "all_gather_into_tensor": (_check_outputs_of_all, _run_all_gather_single),
     "all_gather_coalesced": (_check_rows_of_outputs, _run_gather_rows),
     "all_gather_into_tensor_coalesced": (_check_outputs_of_all, _run_all_gather_single),
-    "reduce_scatter": (_check_reduce_scatter, _run_reduce_scatter),
+    "reduce_scatter": (_check_scatter, _run_reduce_scatter),
     "reduce_scatter_tensor": (_check_inputs_for_all, _run_reduce_scatter_single),
     "reduce_scatter_tensor_coalesced": (_check_inputs_for_all, _run_reduce_scatter_single),
     "all_to_all": (_check_all_to_all, _run_all_to_all),
     "all_to_all_single": (_check_all_to_all_single, _run_all_to_all_single),
     "gather": (_check_gather, _run_gather),
-    "gather_single": (_check_gather_single, _run_gather_single),
+    "gather_single": (_check_outputs_of_all, _run_gather_single),
     "scatter": (_check_scatter, _run_scatter),
     "barrier": (None, _run_barrier),
 }

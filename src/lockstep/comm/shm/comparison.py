@@ -86,7 +86,8 @@ class SharedMemoryComparer:
                     self._exchange.compare_calls(call)
                 else:
                     self._publish(call)
-                    self._wait_for_all(call)
+                    self._wait_for_calls(call, self._count)
+                    self._compare()
             except GroupError:
                 raise  # on every rank alike, or published by the rank that found it
             except BaseException as error:
@@ -119,17 +120,8 @@ class SharedMemoryComparer:
         self._memory.close()
 
     def _publish(self, call: bytes) -> None:
-        number, started = self._count, None
-        while any(number - header[_COUNT] >= _FURTHEST for header, _ in self._others):
-            self._check()
-            if started is None:
-                started = time.monotonic()
-            elif time.monotonic() - started > self._peers.timeout_seconds:
-                behind = next(rank for rank, header in enumerate(self._headers) if number - header[_COUNT] >= _FURTHEST)
-                raise self._peers.time_out(
-                    call, f"rank {self._peers.global_ranks[behind]}", self._peers.timeout_seconds
-                )
-            time.sleep(_POLL_SECONDS)
+        number = self._count
+        self._wait_for_calls(call, number - _FURTHEST + 1)
         slot = number % _NUM_SLOTS
         self._digest, packed = _pack(call)
         ctypes.memmove(self._addresses[self._peers.rank] + _RING + slot * _SLOT_BYTES, packed, len(packed))
@@ -138,13 +130,10 @@ class SharedMemoryComparer:
         self._order()
         self._compare()
 
-    def _wait_for_all(self, call: bytes) -> None:
+    def _wait_for_calls(self, call: bytes, count: int) -> None:
+        """Return when every rank has published so many calls."""
         started, pause = time.monotonic(), _POLL_SECONDS
-        while True:
-            behind = [rank for rank, header in enumerate(self._headers) if header[_COUNT] < self._count]
-            if not behind:
-                self._compare()
-                return
+        while behind := [rank for rank, header in enumerate(self._headers) if header[_COUNT] < count]:
             self._check()
             limit = self._peers.timeout_seconds
             if time.monotonic() - started > limit:

@@ -17,9 +17,10 @@ import ctypes
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
@@ -34,20 +35,40 @@ from lockstep.errors import CollectiveMismatchError, GroupError
 
 _HEAD = struct.Struct("<qqi")
 _NUM_SLOTS = 2
+Item = TypeVar("Item")
 
 
-@final
-class Sender:
-    """This rank's end of the channel to `target`."""
+class _ChannelEnd:
+    """The channel from one rank to another, as each of them sees it."""
 
-    def __init__(self, memory: Memory, peers: Peers, target: int) -> None:
-        self._mapping = memory.map_channel(peers.rank, target)
+    def __init__(self, memory: Memory, peers: Peers, source: int, target: int) -> None:
+        self._mapping = memory.map_channel(source, target)
         self._address = ctypes.addressof(self._mapping)
         self._slot_bytes = memory.layout.slot_bytes
         self._peers = peers
+        self._names = peers.global_ranks[source], peers.global_ranks[target]
+        self._full = Counter(peers, peers.layout.full(source, target))
+        self._free = Counter(peers, peers.layout.free(source, target))
+
+    def _slot(self, number: int) -> int:
+        """Return where a chunk lies."""
+        return self._address + 2 * PAGE + number % _NUM_SLOTS * self._slot_bytes
+
+    def _explain(self, sent: bytes, expected: bytes) -> CollectiveMismatchError:
+        source, target = self._names
+        return CollectiveMismatchError(
+            f"Rank {source} sends {sent.decode()} but rank {target} receives {expected.decode()}. Both must name the "
+            "same dtype and number of elements; what was sent is dropped. (LS201)"
+        )
+
+
+@final
+class Sender(_ChannelEnd):
+    """This rank's end of the channel to `target`."""
+
+    def __init__(self, memory: Memory, peers: Peers, target: int) -> None:
+        super().__init__(memory, peers, peers.rank, target)
         self._target = target
-        self._full = Counter(peers, peers.layout.full(peers.rank, target))
-        self._free = Counter(peers, peers.layout.free(peers.rank, target))
         self._any_message = Counter(peers, peers.layout.messages(target))
 
     def send(self, data: Tensor, tag: int, kind: bytes, call: bytes) -> None:
@@ -59,8 +80,7 @@ class Sender:
             if number >= _NUM_SLOTS:
                 self._peers.wait(self._target, self._free, call)
             start = number * self._slot_bytes
-            slot = _slot(self._address, number, self._slot_bytes)
-            ctypes.memmove(slot, data.data_ptr() + start, min(data.nbytes - start, self._slot_bytes))
+            ctypes.memmove(self._slot(number), data.data_ptr() + start, min(data.nbytes - start, self._slot_bytes))
             self._full.add()
             if number == 0:
                 self._any_message.add()
@@ -68,22 +88,16 @@ class Sender:
             self._peers.wait(self._target, self._free, call)
         expected = read_text(self._address + PAGE, LONGEST_CALL)
         if expected:
-            global_ranks = self._peers.global_ranks
-            raise _explain(kind, global_ranks[self._peers.rank], expected, global_ranks[self._target])
+            raise self._explain(kind, expected)
 
 
 @final
-class Receiver:
+class Receiver(_ChannelEnd):
     """This rank's end of the channel from `source`."""
 
     def __init__(self, memory: Memory, peers: Peers, source: int) -> None:
-        self._mapping = memory.map_channel(source, peers.rank)
-        self._address = ctypes.addressof(self._mapping)
-        self._slot_bytes = memory.layout.slot_bytes
-        self._peers = peers
+        super().__init__(memory, peers, source, peers.rank)
         self._source = source
-        self._full = Counter(peers, peers.layout.full(source, peers.rank))
-        self._free = Counter(peers, peers.layout.free(source, peers.rank))
         self._lock = threading.Lock()
         self._expected: dict[int, deque[PendingReceive]] = {}
         self._unexpected: dict[int, deque[tuple[bytes, Tensor]]] = {}
@@ -91,11 +105,11 @@ class Receiver:
     def expect(self, pending: "PendingReceive") -> None:
         """Register `pending` for the next message of its tag; a stored message is delivered at once."""
         with self._lock:
-            message = self._take_unexpected(pending.tag)
+            message = _next(self._unexpected, pending.tag)
             if message is None:
                 self._expected.setdefault(pending.tag, deque()).append(pending)
         if message is not None:
-            pending.take(self._source, *message)
+            self._deliver(pending, *message)
 
     def take_until(self, pending: "PendingReceive") -> None:
         """Take messages and deliver each to its receive, until `pending` is complete."""
@@ -110,9 +124,9 @@ class Receiver:
         """
         while True:
             with self._lock:
-                message = self._take_unexpected(pending.tag)
+                message = _next(self._unexpected, pending.tag)
             if message is not None:
-                pending.take(self._source, *message)
+                self._deliver(pending, *message)
                 return True
             if not (may_take and self._full.try_take()):
                 return False
@@ -120,28 +134,27 @@ class Receiver:
             if pending.is_complete:
                 return True
 
-    def _take_unexpected(self, tag: int) -> tuple[bytes, Tensor] | None:
-        kept = self._unexpected.get(tag)
-        return kept.popleft() if kept else None
-
-    def _next_expected(self, tag: int) -> "PendingReceive | None":
-        waiting = self._expected.get(tag)
-        return waiting.popleft() if waiting else None
+    def _deliver(self, pending: "PendingReceive", sent: bytes, data: Tensor) -> None:
+        """Give a receive a message of its tag; `data` is its place itself if the bytes are there already."""
+        error = None if sent == pending.kind else self._explain(sent, pending.kind)
+        if error is None and data is not pending.place:
+            ctypes.memmove(pending.place.data_ptr(), data.data_ptr(), data.nbytes)
+        pending.is_complete = True
+        pending.complete(source=self._source, error=error)
 
     def _take(self, call: bytes, otherwise: "PendingReceive | None" = None) -> None:
         """Take the message whose first chunk has arrived; `otherwise` gets it if no receive of its tag expects it."""
         tag, length, kind_length = _HEAD.unpack(ctypes.string_at(self._address, _HEAD.size))
         sent = ctypes.string_at(self._address + _HEAD.size, min(max(kind_length, 0), LONGEST_CALL))
         with self._lock:
-            pending = self._next_expected(tag)
+            pending = _next(self._expected, tag)
         if pending is None and otherwise is not None and otherwise.tag == tag:
             pending = otherwise
         fits = pending is not None and pending.kind == sent
         if length < 0 or (pending is not None and fits and length != pending.place.nbytes):
-            source = self._peers.global_ranks[self._source]
             raise RuntimeError(
-                f"rank {source} sends {length} bytes as {sent.decode(errors='replace')}, which does not fit: some "
-                "program has overwritten the group's memory. (LS213)"
+                f"rank {self._names[0]} sends {length} bytes as {sent.decode(errors='replace')}, which does not fit: "
+                "some program has overwritten the group's memory. (LS213)"
             )
         target = pending.place if pending is not None and fits else torch.empty(length, dtype=torch.uint8, device="cpu")
         reply = pending.kind if pending is not None and not fits else b""
@@ -149,64 +162,33 @@ class Receiver:
         for number, start in enumerate(range(0, max(length, 1), self._slot_bytes)):
             if number > 0:
                 self._peers.wait(self._source, self._full, call)
-            slot = _slot(self._address, number, self._slot_bytes)
-            ctypes.memmove(target.data_ptr() + start, slot, min(length - start, self._slot_bytes))
+            ctypes.memmove(target.data_ptr() + start, self._slot(number), min(length - start, self._slot_bytes))
             self._free.add()
         if pending is None:
             with self._lock:
-                pending = self._next_expected(tag)  # a receive registered while the message was copied
+                pending = _next(self._expected, tag)  # a receive registered while the message was copied
                 if pending is None:
                     self._unexpected.setdefault(tag, deque()).append((sent, target))
                     return
-        pending.take(self._source, sent, target)
+        self._deliver(pending, sent, target)
+
+
+def _next(waiting: Mapping[int, deque[Item]], tag: int) -> Item | None:
+    queue = waiting.get(tag)
+    return queue.popleft() if queue else None
 
 
 @final
+@dataclass(slots=True, kw_only=True)
 class PendingReceive:
     """A receive that waits for its message, a flat tensor; `complete` is called once, with the source or an error."""
 
-    def __init__(  # the fields of a receive
-        self,
-        global_ranks: Sequence[int],
-        rank: int,
-        place: Tensor,
-        tag: int,
-        kind: bytes,
-        call: bytes,
-        complete: Callable[..., None],
-    ) -> None:
-        self._global_ranks = global_ranks
-        self._rank = rank
-        self.place = place
-        self.tag = tag
-        self.kind = kind
-        self.call = call
-        self.is_complete = False
-        self._complete = complete
-
-    def take(self, source: int, sent: bytes, data: Tensor) -> None:
-        """Take a message of its tag; `data` is `place` itself if the bytes are there already."""
-        error = (
-            None
-            if sent == self.kind
-            else _explain(sent, self._global_ranks[source], self.kind, self._global_ranks[self._rank])
-        )
-        if error is None and data is not self.place:
-            ctypes.memmove(self.place.data_ptr(), data.data_ptr(), data.nbytes)
-        self.is_complete = True
-        self._complete(source=source, error=error)
-
-
-def _slot(address: int, number: int, slot_bytes: int) -> int:
-    """Return where a chunk lies in the channel at `address`."""
-    return address + 2 * PAGE + number % _NUM_SLOTS * slot_bytes
-
-
-def _explain(sent: bytes, source: int, expected: bytes, target: int) -> CollectiveMismatchError:
-    return CollectiveMismatchError(
-        f"Rank {source} sends {sent.decode()} but rank {target} receives {expected.decode()}. Both must name the same "
-        "dtype and number of elements; what was sent is dropped. (LS201)"
-    )
+    place: Tensor
+    tag: int
+    kind: bytes
+    call: bytes
+    complete: Callable[..., None]
+    is_complete: bool = False
 
 
 @final
@@ -238,12 +220,11 @@ class PointToPoint:
         finish: Callable[[], None],
     ) -> Work:
         """Receive a flat tensor from one rank, or from any of several; `finish` is called when they are in `place`."""
-        who = f"rank {self._peers.global_ranks[sources[0]]}" if len(sources) == 1 else "any rank"
+        is_from_one = len(sources) == 1
+        who = f"rank {self._peers.global_ranks[sources[0]]}" if is_from_one else "any rank"
         call = f"recv({kind.decode()}, from {who}, tag {tag})".encode()
-
         for source in sources:
             self._open(source)
-        is_from_one = len(sources) == 1
         work_queue = self._receivers[sources[0]][0] if is_from_one else self._from_any
         work = QueuedWork(self._guard(lambda: self._receive(pending, sources), call), tensors, work_queue)
 
@@ -256,7 +237,7 @@ class PointToPoint:
                 error = problem
             work.complete(source=source, error=error)
 
-        pending = PendingReceive(self._peers.global_ranks, self._peers.rank, place, tag, kind, call, complete)
+        pending = PendingReceive(place=place, tag=tag, kind=kind, call=call, complete=complete)
         if is_from_one:
             self._receivers[sources[0]][1].expect(pending)
         if not pending.is_complete:

@@ -367,17 +367,6 @@ def scatter(ranks: Ranks, num_bytes: int, root: int) -> Program:
     return rows.end()
 
 
-@lru_cache(maxsize=64)
-def exchange_lengths(ranks: Ranks, num_bytes: int) -> Program:
-    """Collect given 0 of every rank in given 1, one after another: as `gather`, of what fits a send buffer."""
-    rows = _ProgramRows()
-    rows.copy(ranks.sent(), ranks.given(0), num_bytes)
-    rows.end_phase(is_first=True)
-    for rank in range(ranks.size):
-        rows.copy(ranks.given(1, rank * num_bytes), ranks.received(rank), num_bytes)
-    return rows.end()
-
-
 def all_to_all(ranks: Ranks, sent: Sequence[int], received: Sequence[int], longest: int) -> Program:
     """Put given q of rank r into given size + r of rank q, after the calls were compared; lengths in bytes."""
     rows, room = _ProgramRows(), ranks.room(1)

@@ -153,7 +153,9 @@ def test_a_message_is_not_kept_aside_on_the_default_device(group: Any) -> None:
     # Kept on a device without values, as one may set to build a large model, it was lost; and the group was broken.
     works = [group.send([ONE * tag], 0, tag) for tag in (1, 2)]
     place = torch.zeros(3)
-    pending = PendingReceive([0], 0, place.view(torch.uint8), 2, describe_message(ONE), b"recv()", lambda **_: None)
+    pending = PendingReceive(
+        place=place.view(torch.uint8), tag=2, kind=describe_message(ONE), call=b"recv()", complete=lambda **_: None
+    )
     group._point_to_point._open(0)
     _, receiver = group._point_to_point._receivers[0]
     receiver.expect(pending)
