@@ -25,7 +25,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -53,7 +53,7 @@ _MEANS: Final = frozenset({"MeanBackward0", "MseLossBackward0", "BinaryCrossEntr
 _REDUCTION_MEAN: Final = 1
 _TRIMS: Final = "gather_for_metrics"
 """Accelerate's function which leaves out what its loaders have added to the last batch."""
-_WRITES: Final = os.O_WRONLY | os.O_RDWR
+_WRITES: Final = os.O_WRONLY | os.O_TRUNC
 
 
 @final
@@ -277,11 +277,12 @@ def _watch_calls(log: RankLog) -> None:  # noqa: C901 - one function for each ca
 
     def forward(*_: Any, **__: Any) -> None:
         if torch.is_grad_enabled():
-            log.add("forward")
+            log.add("forward", state=_states()["torch"])
 
     def wrap(_wrapper: Any, module: nn.Module, *_: Any, **__: Any) -> None:
         layers = [each for each in module.modules() if isinstance(each, AnyBatchNorm)]
-        log.add("wrapped", has_norms=not all(isinstance(each, TorchsSyncBatchNorm) for each in layers))
+        has_norms = not all(isinstance(each, TorchsSyncBatchNorm) for each in layers)
+        log.add("wrapped", has_norms=has_norms, drops=any("Drop" in type(each).__name__ for each in module.modules()))
 
     _watch(torch.autograd, "backward", backward)
     _watch(dist, "all_reduce", all_reduce)
@@ -330,7 +331,7 @@ class FileLog:
 
     def __init__(self, log: RankLog) -> None:
         self._log = log
-        self._seen: set[str] = set()
+        self._seen: set[tuple[str, str]] = set()
         self._busy = threading.local()
         self._here = os.getcwd()  # noqa: PTH109 - a text
         self._left_out = tuple(
@@ -343,8 +344,12 @@ class FileLog:
             return
         if event == "open":
             path, mode, flags = args
-            if isinstance(path, str | os.PathLike) and ((mode and set(mode) & set("wax+")) or (flags or 0) & _WRITES):
+            if not isinstance(path, str | os.PathLike):
+                return
+            if (mode and set(mode) & set("wax")) or (flags or 0) & _WRITES:
                 self.note(path, "write")
+            elif (flags or 0) & os.O_RDWR:  # of an array that all ranks map, or a lock
+                self.note(path, "update")
         elif event in {"os.remove", "os.rmdir", "os.mkdir"}:
             self.note(_within(args[0], args[-1]), event.removeprefix("os."))
         elif event == "os.rename":
@@ -355,16 +360,16 @@ class FileLog:
         if isinstance(path, bytes) or "__pycache__" in str(path):
             return
         full = os.path.abspath(os.path.join(self._here, os.fspath(path)))  # noqa: PTH100, PTH118
-        if full in self._seen and how == "write":
+        if (full, how) in self._seen:
             return
         is_left_out = f"{full}{os.sep}".startswith(self._left_out) and not full.startswith(self._here + os.sep)
         if is_left_out or full.endswith(".lock"):
             return
-        self._seen.add(full)
+        self._seen.add((full, how))
         self._busy.now = True
         try:
             exists, kept = os.path.lexists(full), ""
-            if how in {"write", "remove"} and os.path.isfile(full):  # noqa: PTH113
+            if how in {"write", "update", "remove"} and os.path.isfile(full):  # noqa: PTH113
                 kept = self._keep(full)
             self._log.add("file", path=full, how=how, existed=exists, kept=kept, line=find_user_line())
         finally:
@@ -404,10 +409,11 @@ def _reverse_folders(rank: int) -> None:
 
 
 @final
-class ReversedScan:
+class ReversedScan(ExitStack):
     """What `os.scandir` gives, in reverse order."""
 
     def __init__(self, scan: Any) -> None:
+        super().__init__()
         with scan:
             self._entries = iter(list(scan)[::-1])
 
@@ -416,12 +422,3 @@ class ReversedScan:
 
     def __next__(self) -> Any:
         return next(self._entries)
-
-    def __enter__(self) -> "ReversedScan":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._entries = iter(())

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.doctor.scripts import Level
 from lockstep.doctor.scripts.observed import ObservedRun, judge_runs
 
 
@@ -73,8 +74,13 @@ def test_ranks_are_compared(ranks: list[list[Any]], alone: list[Any] | None, exp
     assert codes(ranks, alone) == expected
 
 
+def test_stages_of_one_model_are_not_compared() -> None:
+    stage = [{**each, "weights": 9} if each["kind"] == "step" else each for each in FIRST]
+    assert codes([FIRST, stage]) == set()
+
+
 def test_a_backward_without_a_forward_of_the_wrapper_is_told_of() -> None:
-    wrapped, forward = {"kind": "wrapped", "has_norms": False}, {"kind": "forward"}
+    wrapped, forward = {"kind": "wrapped", "has_norms": False, "drops": True}, {"kind": "forward", "state": 0}
     assert codes([[wrapped, *FIRST], [wrapped, *SECOND]]) == {"LS540"}
     called = [[wrapped, *(part for each in rank for part in (each, forward))] for rank in (FIRST, SECOND)]
     assert codes(called) == set()
@@ -85,6 +91,15 @@ def test_samples_that_are_others_on_another_rank_are_told_of(shift: int, again: 
     first = [*FIRST, *epoch(2, range(again, again + 32)), *epoch(3, range(32, 64))]
     second = [*SECOND, *epoch(2, range(32, 64)), *epoch(3, range(shift, shift + 32))]
     assert codes([first, second]) == expected
+
+
+@pytest.mark.parametrize(("state", "level"), [(0, Level.NOTE), (1, Level.MISTAKE)])
+def test_masks_of_dropout_that_are_the_same_on_all_ranks_are_a_note(state: int, level: Level) -> None:
+    text = "All ranks draw the same random numbers in each step, from torch's generator, ... (LS315)"
+    said = {"kind": "said", "at": 0.0, "line": "a.py:5", "error": "", "text": text}
+    wrapped, forward = {"kind": "wrapped", "has_norms": False, "drops": True}, {"kind": "forward", "state": state}
+    ranks = [[wrapped, said, *(part for each in rank for part in (each, forward))] for rank in (FIRST, SECOND)]
+    assert [each.level for each in judge_runs({2: ObservedRun(ranks=ranks)})] == [level]
 
 
 def test_ranks_that_end_at_other_steps_are_told_of_unless_they_join() -> None:

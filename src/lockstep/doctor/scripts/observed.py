@@ -10,7 +10,7 @@ A run is a list of events of each rank, in order, as `drop_in/observation.py` wr
     forward    of a wrapper
     join       of a wrapper: ranks may have other numbers of batches
     trimmed    results were gathered without the samples that were added to the last batch
-    wrapped    a model in DistributedDataParallel: whether it has BatchNorm layers that are not synchronized
+    wrapped    a model in DistributedDataParallel: whether it has BatchNorm layers that are not synchronized, or dropout
     file       a path, what is done with it, whether it existed
     said       a message with a code, or the exception that ended the script
 
@@ -22,7 +22,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any, Final
 
 from lockstep.doctor.scripts.source import Level
@@ -38,6 +38,7 @@ _ABOUT_SCRIPTS: Final = "23457"
 """Areas of codes whose warnings are of what the script does."""
 _OF_OPTIONS: Final = "(LS325)"
 """How torch's own warnings end of options that change no result."""
+_SAME_NUMBERS: Final = "All ranks draw the same random numbers in each step, from torch's generator"
 _OF_INPUTS: Final = "by the first dimension of the inputs"
 """How the wrapper counts samples, which may be boxes or tokens: here the batches are known."""
 
@@ -86,7 +87,7 @@ def _judge_one(size: int, runs: Mapping[int, ObservedRun]) -> Iterator[ObservedF
     if size == 1:
         return
     yield from _files(run)
-    if run.exit_code != 0:  # what is missing then is a consequence
+    if run.exit_code != 0 or not _are_replicas(run):  # what is missing after an error is a consequence
         return
     if not _of(run.ranks[0], "join"):
         yield from _weights(size, run)
@@ -99,6 +100,13 @@ def _judge_one(size: int, runs: Mapping[int, ObservedRun]) -> Iterator[ObservedF
     yield from _evaluation(size, run, alone)
     if alone is not None:
         yield from _against_one(size, run, alone)
+
+
+def _are_replicas(run: ObservedRun) -> bool:
+    """Whether all ranks train one model: not the stages or slices of one, or some only serve parameters to others."""
+    steps = [_of(events, "step")[:1] for events in run.ranks]
+    begin_alike = all(steps) and len({each["weights"] for first in steps for each in first}) == 1
+    return begin_alike or bool(_of(run.ranks[0], "wrapped"))
 
 
 def _of(events: Sequence[Event], *kinds: str) -> list[Event]:
@@ -138,7 +146,8 @@ def _said(size: int, run: ObservedRun, alone: ObservedRun | None) -> Iterator[Ob
         if _OF_INPUTS in each["text"] and _has_even_batches(run):
             continue
         if is_about and not each["error"]:
-            yield _mistake(each["line"], each["text"])
+            is_note = each["text"].startswith(_SAME_NUMBERS) and _only_drops(run)
+            yield (_note if is_note else _mistake)(each["line"], each["text"])
     errors = [each for each in said if each["error"] not in {"", "SystemExit", "KeyboardInterrupt"}]
     works_alone = alone is None or alone.exit_code == 0
     if errors and works_alone:
@@ -152,6 +161,14 @@ def _said(size: int, run: ObservedRun, alone: ObservedRun | None) -> Iterator[Ob
         yield _mistake(
             "", f"With {counted(size, 'rank')} it ends with exit code {run.exit_code}. {run.last_words} (LS548)"
         )
+
+
+def _only_drops(run: ObservedRun) -> bool:
+    """Whether nothing but dropout draws, whose masks are the same on all ranks in most scripts that set one seed."""
+    events = _of(run.ranks[0], "batch", "forward")
+    pairs = [pair for pair in pairwise(events) if [each["kind"] for each in pair] == ["batch", "forward"]]
+    num_drawn = sum(batch["state"] != forward["state"] for batch, forward in pairs)
+    return 2 * num_drawn < len(pairs) and any(each["drops"] for each in _of(run.ranks[0], "wrapped"))
 
 
 def _weights(size: int, run: ObservedRun) -> Iterator[ObservedFinding]:
