@@ -32,8 +32,8 @@ from lockstep.comm.group import LockstepGroup
 from lockstep.comm.hosts import Checking, GroupBackends, known_hosts
 from lockstep.comm.hosts_carrier import HostsCarrier
 from lockstep.comm.open_calls import OPEN_GROUPS
-from lockstep.comm.shm.arguments import as_stored, flatten, is_plain, read_allocation, write_back
 from lockstep.comm.shm.arithmetic import reduction
+from lockstep.comm.shm.collectives import as_stored, check_writable, flatten, is_plain, read_allocation, write_back
 from lockstep.comm.shm.comparison import SharedMemoryComparer
 from lockstep.comm.shm.group import ShmProcessGroup
 from lockstep.comm.torch_backends import TorchBackends, type_of_backend
@@ -178,6 +178,7 @@ class CheckedProcessGroup(LockstepGroup):
     ) -> Work | None:
         """Let the carrier compare a call and make it, after those before it, in whichever thread waits for it."""
         self.raise_if_broken()
+        check_writable(tensors)
 
         def guarded() -> None:
             try:

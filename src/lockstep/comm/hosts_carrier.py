@@ -33,8 +33,8 @@ from lockstep.comm.hosts import GroupHosts
 from lockstep.comm.messages import gather_single, wait_all
 from lockstep.comm.ordered import OrderedReductions
 from lockstep.comm.shm import collectives, programs
-from lockstep.comm.shm.arguments import copy_into
 from lockstep.comm.shm.arithmetic import reduction
+from lockstep.comm.shm.collectives import copy_into
 from lockstep.comm.shm.phases import PhaseExchange
 from lockstep.comm.world import World
 from lockstep.errors import CollectiveMismatchError

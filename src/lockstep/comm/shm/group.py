@@ -33,7 +33,8 @@ from lockstep.comm.group import LockstepGroup
 from lockstep.comm.hosts import GroupBackends, GroupHosts, GroupMembers, GroupSetUp
 from lockstep.comm.open_calls import OPEN_GROUPS, CallEvents
 from lockstep.comm.shm import collectives
-from lockstep.comm.shm.arguments import (
+from lockstep.comm.shm.arithmetic import BY_TORCH, reduction
+from lockstep.comm.shm.collectives import (
     as_stored,
     check_dense,
     check_writable,
@@ -44,7 +45,6 @@ from lockstep.comm.shm.arguments import (
     read_one,
     write_back,
 )
-from lockstep.comm.shm.arithmetic import BY_TORCH, reduction
 from lockstep.comm.shm.comparison import NUM_BYTES, SharedMemoryComparer
 from lockstep.comm.shm.file_layout import PAGE, FileLayout
 from lockstep.comm.shm.memory import Memory
@@ -134,6 +134,7 @@ class ShmProcessGroup(LockstepGroup):
         for tensor in tensors:
             if not is_plain(tensor):
                 return self._call_torch(collective, call, tensor)
+        check_writable(call.outputs)
         if collective.reduces:
             op = call.op
             call.reductions = [reduction(op, tensor.dtype) for tensor in tensors]
@@ -186,6 +187,7 @@ class ShmProcessGroup(LockstepGroup):
         `parts` are flat, contiguous and like `out`; they are not written to, unless one is `out`. `layout` has the
         nodes of each rank, in the order of its parts; together they cover every shard once.
         """
+        check_writable([out])
         how = reduction(ReduceOp.SUM, out.dtype)
         arguments = self.exchange, parts, out, layout, num_shards, how, call
         return self._runner.start(call, collectives.ordered_all_reduce, [out], arguments, is_async=is_async)

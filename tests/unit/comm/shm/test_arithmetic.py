@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lockstep.comm.shm.arguments import check_writable, copy_into, flatten, premultiply, write_back
 from lockstep.comm.shm.arithmetic import Step, reduce_into, reduction, schedule, schedule_nodes
+from lockstep.comm.shm.collectives import check_writable, copy_into, flatten, premultiply, write_back
 from lockstep.shards import add_in_tree_order, partial_nodes, shard_range
 from lockstep.shards.tree import Node
 

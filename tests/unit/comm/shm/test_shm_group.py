@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 import lockstep as ls
-from lockstep.comm.shm.arguments import describe_message, write_back
+from lockstep.comm.shm.collectives import describe_message, write_back
 from lockstep.comm.shm.messages import PendingReceive
 from lockstep.errors import GroupError
 
