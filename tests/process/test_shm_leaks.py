@@ -355,6 +355,24 @@ def test_the_size_of_dev_shm_does_not_matter(how: str, tmp_path: Path) -> None:
         pytest.skip(reasons[0])
 
 
+def identity_without_a_look_at_others(rank: Rank) -> str:
+    module: Any = os
+    listdir = os.listdir
+
+    def refuse(path: Any) -> list[str]:
+        if Path(path) == Path(f"/proc/{os.getppid()}/fd"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return listdir(path)
+
+    module.listdir = refuse
+    return host_identity()
+
+
+def test_a_container_that_shows_no_files_of_other_processes_is_a_reason_not_to_share_memory(tmp_path: Path) -> None:
+    with Ranks(tmp_path, 1, identity_without_a_look_at_others) as ranks:
+        assert "lets processes of one user not open each other's files" in ranks.result(0)
+
+
 def limit_files(rank: Rank) -> str:
     resource.setrlimit(resource.RLIMIT_FSIZE, (MEGABYTE, resource.RLIM_INFINITY))
     return host_identity()

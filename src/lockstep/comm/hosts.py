@@ -175,8 +175,8 @@ def why_alone() -> str:
             probe.truncate(_LONG_BYTES)
             path = Path(f"/proc/self/fd/{probe.fileno()}")
             os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))  # as the other ranks open the file of a group
-            if path.lstat().st_uid != os.geteuid():
-                return "the kernel lets no other process of its user look at it, as it does with set-user-ID programs"
+            if path.lstat().st_uid != os.geteuid() or not _may_open_files_of_others():
+                return "its kernel or container lets processes of one user not open each other's files in /proc"
         os.close(open_process(os.getpid()))
         Path("/proc/self/ns/pid").readlink()
     except OSError as error:
@@ -184,6 +184,19 @@ def why_alone() -> str:
             return "ulimit -f limits the length of its files"
         return f"this kernel or container lacks a call: {error}"
     return native.why_not()
+
+
+def _may_open_files_of_others() -> bool:
+    """Whether a process of this user may open what another one has open; tried on the parent, where it is one."""
+    parent = Path(f"/proc/{os.getppid()}")
+    try:
+        if parent.stat().st_uid == os.geteuid():
+            os.listdir(parent / "fd")  # noqa: PTH208 - names are all that is needed
+    except PermissionError:
+        return False
+    except OSError:  # it has ended, or is outside of this container
+        return True
+    return True
 
 
 @functools.cache

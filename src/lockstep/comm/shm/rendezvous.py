@@ -148,9 +148,10 @@ def _open_file(store: Store, offered: _OfferedFile, layout: FileLayout, members:
         return open_file(Path(f"/proc/{offered.pid}/fd/{offered.descriptor}"), layout)
     except PermissionError as error:
         raise GroupError(
-            "The process that offers the group's shared memory belongs to another user. (LS114)"
+            f"The group's shared memory cannot be opened: {error}. The process that offers it belongs to another user, "
+            "or a sandbox lets no process open the files of others; then set LOCKSTEP_CPU_BACKEND=gloo. (LS114)"
         ) from error
-    except OSError as error:
+    except (FileNotFoundError, ProcessLookupError) as error:
         raise _explain_first(store, members) from error
 
 
