@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -26,7 +27,9 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from itertools import chain
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Final, final
 
 import torch
@@ -35,6 +38,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler, get_worker_info
 
+from lockstep.held_objects import names_in_code
 from lockstep.parallel.comparison.draws import read_states
 from lockstep.parallel.comparison.optimizers import listen_to_steps
 from lockstep.processes.user_line import LIBRARIES, find_user_line
@@ -51,6 +55,7 @@ _DEEPEST: Final = 16
 _MOST_DIVISORS: Final = 8
 _MEANS: Final = frozenset({"MeanBackward0", "MseLossBackward0", "BinaryCrossEntropyBackward0", "SmoothL1LossBackward0"})
 _REDUCTION_MEAN: Final = 1
+_NOISE: Final = re.compile(r"(rand|randn|randint|normal)(_like)?")
 _TRIMS: Final = "gather_for_metrics"
 """Accelerate's function which leaves out what its loaders have added to the last batch."""
 _WRITES: Final = os.O_WRONLY | os.O_TRUNC
@@ -282,7 +287,7 @@ def _watch_calls(log: RankLog) -> None:  # noqa: C901 - one function for each ca
     def wrap(_wrapper: Any, module: nn.Module, *_: Any, **__: Any) -> None:
         layers = [each for each in module.modules() if isinstance(each, AnyBatchNorm)]
         has_norms = not all(isinstance(each, TorchsSyncBatchNorm) for each in layers)
-        log.add("wrapped", has_norms=has_norms, drops=any("Drop" in type(each).__name__ for each in module.modules()))
+        log.add("wrapped", has_norms=has_norms, draws_noise=_draws_noise(module))
 
     _watch(torch.autograd, "backward", backward)
     _watch(dist, "all_reduce", all_reduce)
@@ -294,6 +299,14 @@ def _watch_calls(log: RankLog) -> None:  # noqa: C901 - one function for each ca
     _watch(nn.parallel.DistributedDataParallel, "_pre_forward", forward)
     _watch(nn.parallel.DistributedDataParallel, "join", lambda *_, **__: log.add("join"))
     _replace(dist, "init_process_group", lambda begin: lambda *args, **kwargs: _come_later(log, begin(*args, **kwargs)))
+
+
+def _draws_noise(module: nn.Module) -> bool:
+    """Whether the code of the user's layers names a function that draws noise; dropout is none."""
+    members = [member for kind in set(map(type, module.modules())) for member in vars(kind).values()]
+    code = [member.__code__ for member in members if isinstance(member, FunctionType)]
+    names = chain.from_iterable(names_in_code(each) for each in code if not each.co_filename.startswith(LIBRARIES))
+    return any(map(_NOISE.fullmatch, names))
 
 
 def _come_later(log: RankLog, begun: Any) -> Any:

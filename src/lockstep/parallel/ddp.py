@@ -40,7 +40,9 @@ from lockstep.parallel.averaging import (
     check_options,
 )
 from lockstep.parallel.buffers import broadcast_model
-from lockstep.parallel.comparison import ComparisonOptions, compare_at_start, describe_parts, number_model
+from lockstep.parallel.comparison import ComparisonOptions
+from lockstep.parallel.comparison.forwards import describe_parts, warn_of_unlike_parts
+from lockstep.parallel.comparison.order import compare_values, models_over
 from lockstep.parallel.torch_names import Statistics, TorchNames, arguments_from_torch, describe_shared_arguments
 from lockstep.processes.loaded_states import warn_of_missed_states
 from lockstep.reduce import CommHook, ReducerOptions, TrainedModel, check_same_model
@@ -190,7 +192,7 @@ class DistributedDataParallel(TorchNames):
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.logger: Any = Statistics()
         self._options = ComparisonOptions(
-            model_number=number_model(self._workers),
+            model_number=models_over(self._workers).add(),
             compares=compare,
             nonfinite=nonfinite,
             on_skip="stop" if on_skip == "error" else on_skip,  # its earlier name
@@ -209,7 +211,9 @@ class DistributedDataParallel(TorchNames):
                 besides=str(parts),
             )
             if compare:
-                compare_at_start(model, self._workers, self._options.model_number, None if is_alike else parts)
+                compare_values(model, self._workers, self._options.model_number)
+            if compare and not is_alike:
+                warn_of_unlike_parts(parts, self._workers)
             broadcast_model(model, self.process_group, 0, with_buffers=sync_at_start)
         self._delayed: DelayedParameters | None = None
         if delayed and param_to_hook_all_reduce is not None:
@@ -334,7 +338,7 @@ class DistributedDataParallel(TorchNames):
     def _update_process_group(self, new_process_group: ProcessGroup) -> None:
         self.process_group = new_process_group
         self._workers = current_world(new_process_group)
-        self._options = replace(self._options, model_number=number_model(self._workers))
+        self._options = replace(self._options, model_number=models_over(self._workers).add())
         if self._delayed is not None:
             self._delayed.world = self._workers
         self._sync.close()
@@ -357,7 +361,7 @@ class DistributedDataParallel(TorchNames):
             self.__dict__.update({name: state[name] for name in vars(nn.Module()) if name in state})
             return
         self._workers, self.process_group = find_world(None, None)
-        self._options = replace(self._options, model_number=number_model(self._workers))
+        self._options = replace(self._options, model_number=models_over(self._workers).add())
         self._hook = None
         if self._delayed is not None:
             names, trigger_name = cast("tuple[list[str], str]", self._delayed)  # what `__getstate__` has put there

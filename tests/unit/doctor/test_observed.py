@@ -80,7 +80,7 @@ def test_stages_of_one_model_are_not_compared() -> None:
 
 
 def test_a_backward_without_a_forward_of_the_wrapper_is_told_of() -> None:
-    wrapped, forward = {"kind": "wrapped", "has_norms": False, "drops": True}, {"kind": "forward", "state": 0}
+    wrapped, forward = {"kind": "wrapped", "has_norms": False, "draws_noise": False}, {"kind": "forward", "state": 0}
     assert codes([[wrapped, *FIRST], [wrapped, *SECOND]]) == {"LS540"}
     called = [[wrapped, *(part for each in rank for part in (each, forward))] for rank in (FIRST, SECOND)]
     assert codes(called) == set()
@@ -97,7 +97,10 @@ def test_samples_that_are_others_on_another_rank_are_told_of(shift: int, again: 
 def test_masks_of_dropout_that_are_the_same_on_all_ranks_are_a_note(state: int, level: Level) -> None:
     text = "All ranks draw the same random numbers in each step, from torch's generator, ... (LS315)"
     said = {"kind": "said", "at": 0.0, "line": "a.py:5", "error": "", "text": text}
-    wrapped, forward = {"kind": "wrapped", "has_norms": False, "drops": True}, {"kind": "forward", "state": state}
+    wrapped, forward = (
+        {"kind": "wrapped", "has_norms": False, "draws_noise": False},
+        {"kind": "forward", "state": state},
+    )
     ranks = [[wrapped, said, *(part for each in rank for part in (each, forward))] for rank in (FIRST, SECOND)]
     assert [each.level for each in judge_runs({2: ObservedRun(ranks=ranks)})] == [level]
 

@@ -10,7 +10,7 @@ A run is a list of events of each rank, in order, as `drop_in/observation.py` wr
     forward    of a wrapper
     join       of a wrapper: ranks may have other numbers of batches
     trimmed    results were gathered without the samples that were added to the last batch
-    wrapped    a model in DistributedDataParallel: whether it has BatchNorm layers that are not synchronized, or dropout
+    wrapped    a model in DistributedDataParallel: whether it has BatchNorm of each rank alone, and draws noise
     file       a path, what is done with it, whether it existed
     said       a message with a code, or the exception that ended the script
 
@@ -168,7 +168,7 @@ def _only_drops(run: ObservedRun) -> bool:
     events = _of(run.ranks[0], "batch", "forward")
     pairs = [pair for pair in pairwise(events) if [each["kind"] for each in pair] == ["batch", "forward"]]
     num_drawn = sum(batch["state"] != forward["state"] for batch, forward in pairs)
-    return 2 * num_drawn < len(pairs) and any(each["drops"] for each in _of(run.ranks[0], "wrapped"))
+    return 2 * num_drawn < len(pairs) and not any(each["draws_noise"] for each in _of(run.ranks[0], "wrapped"))
 
 
 def _weights(size: int, run: ObservedRun) -> Iterator[ObservedFinding]:

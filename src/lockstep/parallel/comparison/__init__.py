@@ -26,9 +26,9 @@ from lockstep.parallel.comparison.check import Check, Lines, Reduced, Scope
 from lockstep.parallel.comparison.data import DataSamplers, LoaderPositions, SameDataWarning, UnevenBatchWarning
 from lockstep.parallel.comparison.draws import OverlappingParts, SameRandomNumbers
 from lockstep.parallel.comparison.epochs import ToldEpochs
-from lockstep.parallel.comparison.forwards import ForwardState, Parts, describe_parts, warn_of_unlike_parts
+from lockstep.parallel.comparison.forwards import ForwardState
 from lockstep.parallel.comparison.optimizers import listen_to_steps
-from lockstep.parallel.comparison.order import ModelOrder, compare_values, models_over
+from lockstep.parallel.comparison.order import ModelOrder, models_over
 from lockstep.parallel.comparison.updates import WatchedSteps
 from lockstep.parallel.comparison.values import LocalGradients
 from lockstep.reduce import GroupStatus, RankStatus, Reducer, TrainedModel
@@ -36,7 +36,7 @@ from lockstep.reduce.buckets import Bucket
 from lockstep.reduce.status import COMPARISON_LIMIT
 from lockstep.torch_private.autograd import is_inside_func_grad
 
-__all__ = ["ComparisonOptions", "RankComparison", "compare_at_start", "describe_parts", "number_model"]
+__all__ = ["ComparisonOptions", "RankComparison"]
 
 _PURPOSE: Final = "comparing the ranks of a wrapped model"
 
@@ -299,18 +299,3 @@ class SkippedBatches(Check):
             'on_skip="zeros" cannot see which of them was skipped: call model.skip_backward() on the rank that '
             "skips. A batch that all ranks skip needs no call. (LS318)"
         )
-
-
-def number_model(world: World) -> int:
-    """Return which of the models that this rank wraps over its group is the next one, from 1 on (local)."""
-    return models_over(world).add()
-
-
-def compare_at_start(model: TrainedModel, world: World, model_number: int, unlike: Parts | None) -> None:
-    """Compare a model that is wrapped with those of the other ranks, before it gets rank 0's values (collective).
-
-    `unlike` has its parts if they are not the same on all ranks.
-    """
-    compare_values(model, world, model_number)
-    if unlike is not None:
-        warn_of_unlike_parts(unlike, world)
