@@ -26,13 +26,16 @@ failed here alone, and the worker then has all to finish the step but what that 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Final, TypeVar, cast, final
 
 import torch
+from torch import Tensor
 
 from lockstep.comm import World, broadcast_tensors, capabilities_of, raise_if_broken
 from lockstep.comm.capabilities import ReportsExits
 from lockstep.data import ShardedBatch
+from lockstep.devices.inventory import describe_bytes
 from lockstep.devices.transfer import is_asynchronous
 from lockstep.doctor.stall_watch import record_this_worker
 from lockstep.engine.arguments import TrainerArguments, check_fingerprints, check_same_arguments
@@ -247,7 +250,9 @@ class StepEngine:
         """
         failed_in = self.phase
         self._enter(StepPhase.IDLE)
-        _release_memory(error)
+        if any(map(_is_out_of_memory, chain_of(error))):
+            _release_memory(error)
+            error.add_note(self._describe_memory())
         try:
             self._undo_parts(step)
         finally:
@@ -260,6 +265,20 @@ class StepEngine:
                 # After a GroupError every worker has one, or has exited.
                 has_reduced = failed_in is not StepPhase.PREPARE and self.runs.gradients.has_reduced
                 self._report(error, step, has_reduced=has_reduced)
+
+    def _describe_memory(self) -> str:
+        """Return in words what the run keeps on this worker, and what takes less."""
+        trained = sum(each.parameter.nbytes for each in self.runs.trained.trained)
+        states = self._state.optimizer.state.values()
+        values = chain.from_iterable(each.values() for each in states if isinstance(each, dict))
+        num_bytes = self._state.sharing.num_bytes or sum(each.nbytes for each in values if isinstance(each, Tensor))
+        advice = "a smaller batch, or more shards (accumulate), takes less for activations"
+        if self.world.world_size > 1 and not self._state.sharing:
+            advice += "; shard_optimizer=True keeps a part of the optimizer's state on each worker"
+        return (
+            f"This worker keeps {describe_bytes(trained)} of trained parameters, as much for their gradients, and "
+            f"{describe_bytes(num_bytes)} of the optimizer's state so far: {advice}."
+        )
 
     def _undo_parts(self, step: CurrentStep) -> None:
         failure: BaseException | None = None
@@ -318,10 +337,9 @@ class StepEngine:
 
 
 def _release_memory(error: BaseException) -> None:
-    """Where memory has run out, clear the error's frames: the next calls need it. Other errors keep theirs."""
-    if any(map(_is_out_of_memory, chain_of(error))):
-        for each in chain_of(error):
-            traceback.clear_frames(each.__traceback__)
+    """Clear the error's frames: the next calls need that memory."""
+    for each in chain_of(error):
+        traceback.clear_frames(each.__traceback__)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -591,6 +591,7 @@ def test_a_worker_without_memory_lets_go_of_its_step_before_it_makes_the_calls_o
     assert found == [True]
     assert str(error) in answers[0]
     assert answers[0].startswith("ReductionError: Rank 1 raised")
+    assert "shard_optimizer=True keeps a part" in "".join(error.__notes__)
 
 
 def test_an_error_that_cannot_be_sent_says_so() -> None:
