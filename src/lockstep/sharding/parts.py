@@ -13,10 +13,11 @@ from itertools import chain
 from typing import Any, Final, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.comm import World
+from lockstep.comm import World, calls_for
 from lockstep.comm.messages import TensorBroadcast
 from lockstep.errors import UnusableStateError
 from lockstep.sharding.pieces import Move, Piece, cut_evenly, find_moves, held_by_ranks, place_whole
@@ -25,6 +26,10 @@ from lockstep.sharding.trial import can_be_cut
 
 _MULTIPLE: Final = 1 << 8
 """Elements: a whole number of vectors of any processor, and of lines of its cache."""
+
+_MIN_BYTES: Final = 1 << 16
+"""Pieces of this size are messages of their own."""
+_PURPOSE = "gathering the parameters that each worker has updated"
 
 States = dict[Piece, dict[str, Any]]
 _SHARED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -103,19 +108,28 @@ class OptimizerParts:
         self.is_complete = False
         if not self._broadcasts:
             self._broadcasts = [TensorBroadcast(world.group) for _ in range(world.world_size)]
-        failed = [torch.tensor([int(has_failed)]) for _ in range(world.world_size)]
-        finishes = []
-        for source, broadcast in enumerate(self._broadcasts):
-            sent = [(str(move.piece), self._values(move.piece)) for move in moves if move.source == source]
-            finishes.append(broadcast.start([("has failed", failed[source]), *sent], source))
-        for finish in finishes:
-            finish()
+        device = self._parameters[0].device  # for which the group has a backend
+        failed = [torch.tensor([int(has_failed)], device=device) for _ in range(world.world_size)]
+        small: list[list[tuple[str, Tensor]]] = [[] for _ in self._broadcasts]
+        large: list[Move] = []
+        for move in moves:
+            values = self._values(move.piece)
+            if values.nbytes < _MIN_BYTES:
+                small[move.source].append((str(move.piece), values))
+            else:
+                large.append(move)
+        for source, (broadcast, sent) in enumerate(zip(self._broadcasts, small, strict=True)):
+            broadcast.start([("has failed", failed[source]), *sent], source, waits=True)
         odd = next((rank for rank, each in enumerate(failed) if int(each) and rank != world.rank), None)
         if odd is not None and not has_failed:
             raise UnusableStateError(
                 f"The update has failed on rank {odd}, whose part of the parameters is missing; its own error says "
                 "why. Load a checkpoint on every rank: trainer.load(path). (LS524)"
             )
+        if not any(map(int, failed)):
+            with calls_for(_PURPOSE):
+                for move in large:  # where it lies, without a message that it is copied to
+                    dist.broadcast(self._values(move.piece), group=world.group, group_src=move.source)
         received = {move.piece.name for move in moves if move.source != world.rank}
         torch.autograd.graph.increment_version([self._parameters[int(name)] for name in received])
         self.is_complete = True
