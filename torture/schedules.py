@@ -87,7 +87,7 @@ def _one_part_each(draw: random.Random, ranks: Sequence[Ranks]) -> _Case:
             lambda view: programs.reduce_long(view, parts, count),
             lambda view: programs.reduce_long(view, parts, count, lies_in_group=True),
             lambda view: programs.reduce_in_place(view, parts, count),
-            lambda view: programs.reduce_long_after_call(view, parts, count),
+            lambda view: programs.reduce_long(view, parts, count, is_compared=True),
         ]
         given = [count * width]
     case = _Case(ranks, kind, lambda _: given, made)

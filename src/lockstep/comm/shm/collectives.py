@@ -332,7 +332,7 @@ def reduce_everywhere(  # what is reduced, and what is compared
             continue
         locations = exchange.locations(length * parts.element_bytes)
         if NOWHERE in locations:
-            exchange.run(programs.reduce_long_after_call(ranks, parts, length), here, call, how=by_torch)
+            exchange.run(programs.reduce_long(ranks, parts, length, is_compared=True), here, call, how=by_torch)
             continue
         everyone = [
             here[0]

@@ -194,27 +194,29 @@ def cut(ranks: Ranks, parts: HeldParts, count: int) -> Iterator[tuple[int, int]]
 
 
 @lru_cache(maxsize=64)
-def reduce_long(ranks: Ranks, parts: HeldParts, count: int, *, lies_in_group: bool = False) -> Program:
+def reduce_long(
+    ranks: Ranks, parts: HeldParts, count: int, *, lies_in_group: bool = False, is_compared: bool = False
+) -> Program:
     """Reduce parts in the pipeline, or return to the caller if the tensor of a rank lies in the group's memory.
 
-    A rank of which it does writes nothing before that.
+    A rank of which it does writes nothing before that. Where the calls were compared that is known, and all write.
     """
     rows = _ProgramRows()
     if not lies_in_group:
         _write(rows, ranks, parts, count, 0)
-    rows.end_phase(is_first=True)
-    rows.find_places()
-    _finish(rows, ranks, parts, count)
-    return rows.end()
-
-
-@lru_cache(maxsize=64)
-def reduce_long_after_call(ranks: Ranks, parts: HeldParts, count: int) -> Program:
-    """Do the same, where the calls were compared and not every rank had written its first chunk."""
-    rows = _ProgramRows()
-    _write(rows, ranks, parts, count, 0)
-    rows.end_phase()
-    _finish(rows, ranks, parts, count)
+    rows.end_phase(is_first=not is_compared)
+    if not is_compared:
+        rows.find_places()
+    num_chunks = -(-count // _chunk(ranks, parts))
+    _reduce(rows, ranks, parts, count, 0)
+    for number in range(1, num_chunks + 1):
+        _write(rows, ranks, parts, count, number)
+        rows.end_phase()
+        for rank in ranks.others():  # step 3
+            start, num_bytes = _segment(ranks, parts, count, number - 1, rank)
+            source = ranks.received(rank, rank * parts.num_slots * _room(ranks, parts))
+            rows.copy(ranks.given(0, start), source, num_bytes)
+        _reduce(rows, ranks, parts, count, number)
     return rows.end()
 
 
@@ -241,20 +243,6 @@ def _chunk(ranks: Ranks, parts: HeldParts) -> int:
 
 def _room(ranks: Ranks, parts: HeldParts) -> int:
     return ranks.room(parts.element_bytes, parts.num_slots, min(_CHUNK_BYTES * parts.num_slots, ranks.buffer_bytes))
-
-
-def _finish(rows: _ProgramRows, ranks: Ranks, parts: HeldParts, count: int) -> None:
-    """Do all that comes after the first chunk was written and its phase ended."""
-    num_chunks = -(-count // _chunk(ranks, parts))
-    _reduce(rows, ranks, parts, count, 0)
-    for number in range(1, num_chunks + 1):
-        _write(rows, ranks, parts, count, number)
-        rows.end_phase()
-        for rank in ranks.others():  # step 3
-            start, num_bytes = _segment(ranks, parts, count, number - 1, rank)
-            source = ranks.received(rank, rank * parts.num_slots * _room(ranks, parts))
-            rows.copy(ranks.given(0, start), source, num_bytes)
-        _reduce(rows, ranks, parts, count, number)
 
 
 def _write(rows: _ProgramRows, ranks: Ranks, parts: HeldParts, count: int, number: int) -> None:
