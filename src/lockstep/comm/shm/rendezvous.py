@@ -120,6 +120,7 @@ def _share_file(
         with closing(ProcessEnds(watched, 0)) as first:
 
             def find_lost() -> GroupError | None:
+                store.check([_FILE])  # an error where the store is lost, or the launcher has given this group up
                 return members.find_lost() if first.find_ended() is None else _explain_first(store, members)
 
             others = GroupMembers(global_ranks=members.global_ranks, find_lost=find_lost)

@@ -90,6 +90,17 @@ def test_ranks_that_were_in_time_may_connect_when_the_time_is_up(monkeypatch: py
         close_all([connect(1), first.result()])
 
 
+class LostStore(dist.HashStore):
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError(f"no {keys}")
+
+
+def test_who_has_the_file_notices_that_the_group_is_given_up() -> None:
+    # Waiting for the others in the file alone, it waited for its deadline when the launcher replaced the workers.
+    with pytest.raises(GroupError, match="The store is gone"):
+        rendezvous.connect_ranks(LostStore(), 0, FileLayout(2), Deadline.after(LONG), hosts=one_host(2))
+
+
 def test_a_wait_for_any_rank_that_fails_is_over_in_the_recording(tmp_path: Path) -> None:
     # Its event stayed open, and the doctor said that the rank waits until its end.
     recorder = own_recorder()
