@@ -102,7 +102,7 @@ def _watch(owner: Any, name: str, look: Callable[..., None]) -> None:
 
 def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     function = getattr(owner, name)
-    setattr(owner, name, disable_compiler(functools.wraps(function)(make(function))))
+    setattr(owner, name, functools.wraps(function)(make(function)))
 
 
 # -- What is loaded ----------------------------------------------------------------------------------------------------
@@ -129,7 +129,8 @@ class LoadingLog:
         self._passes[iterator] = number, loading, count
         # With another sampler a number may be of another sample on each rank, which has a part of the data.
         is_shared = any(
-            isinstance(each, DistributedSampler) and each.num_replicas > 1 for each in samplers_of(iterator)
+            isinstance(each, DistributedSampler) and getattr(each, "num_replicas", 1) > 1
+            for each in samplers_of(iterator)
         )
         self._log.add(
             "batch",
@@ -280,6 +281,7 @@ def _watch_calls(log: RankLog) -> None:  # noqa: C901 - one function for each ca
         if any(frame.f_code.co_name == _TRIMS for frame, _ in traceback.walk_stack(None)):
             log.add("trimmed")
 
+    @disable_compiler
     def forward(*_: Any, **__: Any) -> None:
         if torch.is_grad_enabled():
             log.add("forward", state=_states()["torch"])
