@@ -86,8 +86,13 @@ class FakeEvent:
         self._owner = owner
 
     def record(self, stream: FakeStream | None = None) -> None:
-        """Stand for all that the stream has by now."""
-        self.clock = dict((stream or self._owner.stream).clock)
+        """Stand for all that the stream has by now.
+
+        Where none is named, torch takes that of the current device: this one stands for a process that has another
+        current device, whose stream has nothing to do.
+        """
+        if stream is not None:
+            self.clock = dict(stream.clock)
 
     def wait(self, stream: FakeStream | None = None) -> None:
         (stream or self._owner.stream).wait_event(self)

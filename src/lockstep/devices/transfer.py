@@ -49,6 +49,16 @@ def _is_accelerator(device: torch.device) -> bool:
     return accelerator is not None and accelerator.type == device.type
 
 
+def record_event(device: torch.device, *, is_timed: bool = False) -> torch.Event:
+    """Return an event after all that the current stream of a device has to do by now.
+
+    Without a stream, `torch.Event.record` takes that of the *current* device, which need not be where the model is.
+    """
+    event = torch.Event(device, enable_timing=is_timed)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
 def is_asynchronous(device: torch.device) -> bool:
     """Return whether operations on the device are queued, so that reading a value on the host waits for the device.
 

@@ -16,6 +16,7 @@ from typing import final
 import torch
 
 from lockstep.data import Cursor, ShardedBatch
+from lockstep.devices.transfer import record_event
 from lockstep.engine.step_table import Column, CurrentStep, Rows, StepPart
 from lockstep.recording import WorkerRecorder
 from lockstep.shards.assignment import balance_ranges
@@ -83,7 +84,7 @@ class Stopwatch:
     def start(self) -> None:
         self._events = []
         if self._device is not None:
-            self._last, self._lap = self._lap, _Lap(self._record(self._device))
+            self._last, self._lap = self._lap, _Lap(record_event(self._device, is_timed=True))
 
     def begin_shard(self, event: int) -> None:
         self._events.append(event)
@@ -91,7 +92,7 @@ class Stopwatch:
     def end_shard(self, number: int) -> None:
         """Note that so many shards are done; not called for the last one, which waits for others."""
         if self._lap is not None and self._device is not None:
-            self._lap.num_shards, self._lap.ended = number, self._record(self._device)
+            self._lap.num_shards, self._lap.ended = number, record_event(self._device, is_timed=True)
 
     def last_gradient(self) -> None:
         """Note that the last shard's gradients are computed; on a device it counts where there is no other."""
@@ -111,8 +112,3 @@ class Stopwatch:
         if len(found) < 2:  # noqa: PLR2004 - the last one's end is after the wait for others
             return 0.0
         return max(found[-2][1] - found[0][0], 0) / 1e9 / (len(found) - 1)
-
-    def _record(self, device: torch.device) -> torch.Event:
-        event = torch.Event(device, enable_timing=True)
-        event.record()
-        return event

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from lockstep.comm import World, calls_for, raise_if_broken
 from lockstep.data import ShardedBatch, Slice
-from lockstep.devices.transfer import is_asynchronous
+from lockstep.devices.transfer import is_asynchronous, record_event
 from lockstep.engine.batches import name_step
 from lockstep.engine.step_table import (
     ON_DEVICE,
@@ -144,8 +144,7 @@ class DeviceRow:
         """
         on_host = self._on_host  # of this step: the next one may have other values, and so another row
         on_host.copy_(self._row, non_blocking=True)
-        event = torch.Event(self._row.device)
-        event.record()
+        event = record_event(self._row.device)
 
         def read() -> RowValues:
             event.synchronize()

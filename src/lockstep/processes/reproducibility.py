@@ -25,7 +25,9 @@ from lockstep.torch_private.compiler_import import set_inductor_deterministic
 REPRODUCIBLE_WORKSPACES = frozenset({CUBLAS_WORKSPACE, ":16:8"})
 """The values of CUBLAS_WORKSPACE_CONFIG under which cuBLAS is reproducible."""
 _ACCELERATORS: Final[tuple[Any, ...]] = (torch.cuda, torch.xpu)
-"""Those whose modules have a generator for each device."""
+"""Torch's own whose modules have a generator for each device."""
+_OTHERS: Final = frozenset({"mtia", "mps"})
+"""Torch's own with other functions, by their types."""
 _NUM_WORDS: Final = 624
 _TwisterWords: Final = ctypes.c_uint32 * (_NUM_WORDS + 1)
 _SEEDING_FACTOR: Final = 1812433253
@@ -52,7 +54,7 @@ def read_generator_states() -> dict[str, Any]:
         "python": random.getstate(),
         "torch": state_of_generator(torch.default_generator),
         "numpy": None if numpy_random is None else numpy_random.get_state(),
-        "devices": {kind.__name__: kind.get_rng_state() for kind in _ACCELERATORS if kind.is_initialized()},
+        "devices": {kind.__name__: kind.get_rng_state() for kind in _initialized()},
     }
 
 
@@ -66,22 +68,37 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and states["numpy"] is not None:
         numpy.random.set_state(states["numpy"])
-    for kind in _ACCELERATORS:
-        if kind.is_initialized() and kind.__name__ in states["devices"]:
+    for kind in _initialized():
+        if kind.__name__ in states["devices"]:
             kind.set_rng_state(states["devices"][kind.__name__])
 
 
 def keep_generator_states() -> list[Callable[[], object]]:
     """Return functions that put back the states of the global generators, those of all devices included."""
     calls = keep_host_states()
-    for kind in _ACCELERATORS:
-        if kind.is_initialized():
+    for kind in _initialized():
+        if hasattr(kind, "default_generators"):
             calls += [partial(each.set_state, each.get_state()) for each in kind.default_generators]
+        else:
+            numbers = range(kind.device_count())
+            calls += [partial(kind.set_rng_state, kind.get_rng_state(number), number) for number in numbers]
     if torch.mtia.is_initialized():
         calls.append(partial(torch.mtia.set_rng_state, torch.mtia.get_rng_state()))
     if torch.backends.mps.is_available():
         calls.append(partial(torch.mps.set_rng_state, torch.mps.get_rng_state()))
     return calls
+
+
+def _initialized() -> list[Any]:
+    """Return the modules of the accelerators that this process uses, and that seed by device; of a plug-in's too."""
+    found = [kind for kind in _ACCELERATORS if kind.is_initialized()]
+    present = torch.accelerator.current_accelerator()
+    own = {kind.__name__.rpartition(".")[2] for kind in _ACCELERATORS}
+    if present is not None and present.type not in own | _OTHERS:
+        module = getattr(torch, present.type, None)  # torch.npu
+        if hasattr(module, "manual_seed_all") and getattr(module, "is_initialized", lambda: True)():
+            found.append(module)
+    return found
 
 
 def keep_host_states() -> list[Callable[[], object]]:
@@ -193,9 +210,10 @@ def reseed_generators(seed: int) -> None:
     takes half a millisecond, for every shard of every step.
     """
     seed_host_generators(seed)
-    for device in (*_ACCELERATORS, torch.mtia):
-        if device.is_initialized():
-            device.manual_seed_all(seed)
+    for device in _initialized():
+        device.manual_seed_all(seed)
+    if torch.mtia.is_initialized():
+        torch.mtia.manual_seed_all(seed)
     if torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
 

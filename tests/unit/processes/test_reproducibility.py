@@ -1,6 +1,7 @@
 import random
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 
 from lockstep.processes import reproducibility
 from lockstep.processes.reproducibility import (
+    keep_generator_states,
     keep_host_states,
     read_generator_states,
+    reseed_generators,
     seed_generators,
     seed_host_generators,
     set_deterministic,
@@ -167,3 +170,29 @@ def test_a_thread_that_keeps_states_and_one_that_seeds_do_not_wait_for_each_othe
     command = [sys.executable, "-c", SEEDING_WHILE_A_THREAD_KEEPS_STATES]
     found = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert found.returncode == 0, found.stderr
+
+
+def test_the_generators_of_a_plug_ins_device_are_seeded_kept_and_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [torch.tensor([1]), torch.tensor([2])]
+
+    def seed_all(seed: int) -> None:
+        states[:] = [torch.tensor([seed])] * 2
+
+    npu = types.ModuleType("torch.npu")
+    vars(npu).update(
+        manual_seed_all=seed_all,
+        device_count=lambda: 2,
+        get_rng_state=lambda number=0: states[number].clone(),
+        set_rng_state=lambda state, number=0: states.__setitem__(number, state),
+    )
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: types.SimpleNamespace(type="npu"))
+    calls, sent = keep_generator_states(), read_generator_states()
+    reseed_generators(7)
+    assert [int(each) for each in states] == [7, 7]
+    for call in calls:
+        call()
+    assert [int(each) for each in states] == [1, 2]
+    reseed_generators(7)
+    set_generator_states(sent)
+    assert int(states[0]) == 1

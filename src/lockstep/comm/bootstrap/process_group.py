@@ -358,7 +358,7 @@ def _decide_check(check: bool | None, backend: str, rank: int, hosts: GroupHosts
         return bool(check and names)
     is_cheap = hosts.is_one_host and names == {"gloo"}
     if not is_cheap and rank == 0:
-        _LOGGER.warning(
+        _LOGGER.info(  # nothing is wrong: who looks for the reason of a hang finds it
             "Calls of %s are not compared between ranks%s: ranks that make different calls may hang, or get wrong "
             "results. To compare them, which makes each call a little slower, set LOCKSTEP_CHECK=1 or pass check=True "
             "to init_process_group; LOCKSTEP_CHECK=0 suppresses this line. (LS118)",

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.devices.transfer import record_event
 from lockstep.errors import LossError
 from lockstep.parallel.comparison.check import Check, Reduced
 from lockstep.processes.user_line import CodeLine, user_line
@@ -192,7 +193,7 @@ class FiniteGradientsOnDevice(FiniteCheck):
         before, looked = self._before, self._looked
         self._before, self._looked = None, []
         if looked:
-            self._before = [_record_event(device) for device in self._devices], looked
+            self._before = [record_event(device) for device in self._devices], looked
         if before is None:
             return 0
         events, parts = before
@@ -217,7 +218,7 @@ class FiniteGradientsOnDevice(FiniteCheck):
         can_be_left_out = self._can_be_left_out(optimizer, held)
         step = _LaunchedUpdate(
             largest=_copy_to_host(largest),
-            arrival=_record_event(largest.device),
+            arrival=record_event(largest.device),
             parameters=held,
             is_left_out=can_be_left_out,
             line=user_line(),
@@ -296,9 +297,3 @@ def _copy_to_host(largest: Tensor) -> Tensor:
     """Start to copy to pinned memory; it has arrived after an event that is recorded now."""
     on_host = torch.empty(largest.shape, pin_memory=True)
     return on_host.copy_(largest, non_blocking=True)
-
-
-def _record_event(device: torch.device) -> torch.Event:
-    event = torch.Event(device)
-    event.record()
-    return event
