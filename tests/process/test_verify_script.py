@@ -22,7 +22,7 @@ for inputs, labels in DataLoader(train, 8, sampler=DistributedSampler(train)):
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(inputs), labels)
     dist.all_reduce(loss)
-    loss.backward()
+    (loss / dist.get_world_size()).backward()
     optimizer.step()
 with torch.no_grad():
     for inputs, labels in DataLoader(held, 4, sampler=DistributedSampler(held, shuffle=False)):

@@ -25,7 +25,7 @@ import traceback
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
@@ -53,6 +53,7 @@ _PASSES: Final = 4
 _SECONDS_APART: Final = 1.1
 _DEEPEST: Final = 16
 _MOST_DIVISORS: Final = 8
+_MOST_NODES: Final = 64
 _MEANS: Final = frozenset({"MeanBackward0", "MseLossBackward0", "BinaryCrossEntropyBackward0", "SmoothL1LossBackward0"})
 _REDUCTION_MEAN: Final = 1
 _NOISE: Final = re.compile(r"(rand|randn|randint|normal)(_like)?")
@@ -261,21 +262,21 @@ def _is_users(depth: int) -> bool:
 
 
 def _watch_calls(log: RankLog) -> None:  # noqa: C901 - one function for each call that is watched
-    summed: dict[int, tuple[Tensor, str]] = {}  # held, so that no other tensor gets their memory
+    summed: dict[Any, str] = {}  # by the nodes of autograd that have made them
 
     def backward(tensors: Any, *_: Any, **__: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         found: list[float] = []
         with suppress(Exception):  # the walk is over torch's own nodes, which change from release to release
             found = [each for root in roots for each in _divisors(root.grad_fn)][:_MOST_DIVISORS]
-        line = next((summed[each.data_ptr()][1] for each in roots if each.data_ptr() in summed), "")
+        line = next((summed[node] for node in _last_nodes(roots) if node in summed), "")
         summed.clear()
         log.add("backward", line=find_user_line(), divisors=found, summed=line)
 
     def all_reduce(tensor: Tensor, *_: Any, **__: Any) -> None:
         caller = sys._getframe(2).f_code.co_filename  # noqa: SLF001 - Python's name
-        if not caller.startswith(LIBRARIES):
-            summed[tensor.data_ptr()] = tensor, find_user_line()
+        if tensor.grad_fn is not None and not caller.startswith(LIBRARIES):
+            summed[tensor.grad_fn] = find_user_line()
 
     def gather(*_: Any, **__: Any) -> None:
         if any(frame.f_code.co_name == _TRIMS for frame, _ in traceback.walk_stack(None)):
@@ -301,6 +302,15 @@ def _watch_calls(log: RankLog) -> None:  # noqa: C901 - one function for each ca
     _watch(nn.parallel.DistributedDataParallel, "_pre_forward", forward)
     _watch(nn.parallel.DistributedDataParallel, "join", lambda *_, **__: log.add("join"))
     _replace(dist, "init_process_group", lambda begin: lambda *args, **kwargs: _come_later(log, begin(*args, **kwargs)))
+
+
+def _last_nodes(roots: Sequence[Tensor]) -> list[Any]:
+    """Return the last operations that have made a loss."""
+    found: list[Any] = [each.grad_fn for each in roots]
+    for node in found:
+        if node is not None and len(found) < _MOST_NODES:
+            found += [each for each, _ in node.next_functions]
+    return found
 
 
 def _draws_noise(module: nn.Module) -> bool:

@@ -216,8 +216,9 @@ def _losses(run: ObservedRun) -> Iterator[ObservedFinding]:
     if summed is not None:
         yield _mistake(
             summed["summed"],
-            "The loss itself is summed over the ranks in place, before its backward. Autograd does not see that, and "
-            "what is done with the loss afterwards has W times its value. Reduce loss.detach().clone(). (LS541)",
+            "The loss itself is summed over the ranks in place, before its backward. Autograd does not see the sum: "
+            "where it is divided by the number of ranks then, the gradient is as many times too small. Reduce "
+            "loss.detach().clone(). (LS541)",
         )
     differs = [
         row
