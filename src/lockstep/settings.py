@@ -71,6 +71,7 @@ _PORTABLE = {
     "MKL_CBWR": "COMPATIBLE",
     "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
     "OPENBLAS_CORETYPE": "Nehalem",
+    "TORCH_COMPILE_DISABLE": "1",  # of functions, which then run uncompiled
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
 }
 """Has libraries compute as on a processor with SSE4.2 alone, in one thread; see `lockstep.torch_private.portable`."""

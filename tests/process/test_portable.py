@@ -1,8 +1,10 @@
 """`portable`: the same bits on processors with AVX512, AVX2 and neither, for which the variables of libraries stand."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -97,7 +99,39 @@ def train(run: ls.Run, wanted_threads: int = 1) -> dict[str, str]:
             trainer.step(batch)
         digests[name] = trainer.digest()
         trainer.close()
+    numbers = np.random.default_rng(0).random(999) + 0.1
+    matrix = numbers[:900].reshape(30, 30)
+    digests["numpy"] = str([np.exp(numbers).sum(), np.tan(numbers.astype("f")).sum(), np.linalg.inv(matrix).sum()])
+    digests["math"] = str(
+        [math.fsum(map(function, numbers.tolist())) for function in (math.exp, math.tan, math.lgamma)]
+    )
     return {**digests, "fingerprint": str(trainer.fingerprint())}
+
+
+def operators(_run: ls.Run) -> None:
+    """The forms of operators that are replaced take and return what torch's own do."""
+    for function, exact in ((torch.sqrt, np.sqrt), (torch.atan, np.arctan)):
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64):
+            values = torch.arange(12).reshape(3, 4).to(dtype).t()
+            wide = values.float() if dtype == torch.bfloat16 else values
+            expected = torch.from_numpy(exact(wide.numpy())).to(dtype)
+            found, into, within = function(values), torch.empty(0, dtype=dtype), values.clone()
+            assert found.dtype == dtype
+            assert found.stride() == values.stride()
+            getattr(torch, f"{function.__name__}_")(within)
+            assert all(each.equal(expected) for each in (found, function(values, out=into), into, within))
+        assert function(torch.tensor(4)).dtype == torch.float32
+        with pytest.raises(RuntimeError, match="can't be cast"):
+            torch.empty(2, dtype=torch.int64).sqrt_()
+    values = torch.rand(5, requires_grad=True)
+    root = values.detach().sqrt()
+    assert (values**0.5).equal(root)
+    assert values.detach().clone().pow_(0.5).equal(root)
+    assert (values**2).equal(values * values)
+    (values**0.5).sum().backward()
+    assert values.grad is not None
+    assert torch.allclose(values.grad, 0.5 / root)
+    assert root.equal(torch.from_numpy(np.sqrt(values.detach().numpy())))
 
 
 def set_processor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,10 +145,14 @@ def test_portable_runs_are_equal_on_every_processor_and_with_any_threads() -> No
         with pytest.MonkeyPatch.context() as monkeypatch:
             set_processor(name, monkeypatch)
             found += ls.launch(train, threads, workers=threads % 3, threads_per_worker=threads, portable=True)
-            others.append(ls.launch(train, workers=1)[0])
+            others += ls.launch(train, workers=1) if PROCESSORS[name] else []
     assert "cpu portable, 1 thread" in found[0]["fingerprint"]
     assert all(each == found[0] for each in found)
-    assert not others[1].items() & others[2].items(), "the variables stand for no other processor"
+    assert all(others[0][name] != others[1][name] for name in CASES), "the variables stand for one processor"
+
+
+def test_replaced_operators_are_torchs_in_every_other_way() -> None:
+    ls.launch(operators, workers=1, portable=True)
 
 
 def test_processes_that_cannot_be_portable_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

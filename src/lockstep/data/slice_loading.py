@@ -34,6 +34,7 @@ from lockstep.launch.exits import OomKills, describe_exit, has_run_out_of_memory
 from lockstep.launch.restarts import Elastic
 from lockstep.processes.ending import die_with_parent, terminate_only_for
 from lockstep.processes.host import exit_code_of_child
+from lockstep.settings import read_settings
 from lockstep.torch_private.loaders import (
     LoaderIterator,
     abandon,
@@ -43,6 +44,7 @@ from lockstep.torch_private.loaders import (
     loading_processes,
     without_interruption,
 )
+from lockstep.torch_private.portable import replace_operators
 
 _LOGGER = logging.getLogger("lockstep")
 _PREFETCH_FACTOR = 2
@@ -193,6 +195,8 @@ def _starter_pid() -> int | None:
 def _start_loading_process(worker_pid: int, starter_pid: int | None, _number: int) -> None:
     die_with_parent(os.getppid() if starter_pid is None else starter_pid)
     terminate_only_for(worker_pid)
+    if read_settings().is_portable():  # one that is not forked
+        replace_operators()
 
 
 class _LostError(Exception):

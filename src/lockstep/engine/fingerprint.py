@@ -4,6 +4,7 @@ Of a device only what can change bits on it is listed: cuDNN's version is no dif
 version is not listed: of more than two ranks NCCL copies alone, and our code adds, see [Note: one addition].
 """
 
+import os
 import platform
 import re
 import weakref
@@ -156,7 +157,7 @@ def read_kernel_choice(device: torch.device) -> dict[str, bool | str]:
         found |= {"device name": _name_device(device)}
     settings = read_settings()
     if settings.is_portable():
-        found |= {"glibc": platform.libc_ver()[1], "NumPy": np.__version__}
+        found |= {"libc": os.confstr("CS_GNU_LIBC_VERSION") or _NONE, "NumPy": np.__version__}
     return found | {f"${name}": value for name, value in settings.kernel_variables(device.type).items()}
 
 

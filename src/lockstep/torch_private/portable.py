@@ -97,6 +97,7 @@ def replace_operators() -> torch.library.Library:
             library.impl(name, functools.partial(_raise_to, kernel, root), "CPU", with_keyset=True)
         for name, called in _REFUSED.items():
             library.impl(name, functools.partial(_refuse, called), "CPU")
+    torch.backends.nnpack.set_flags(_enabled=False)  # it is used where the processor has AVX2
     torch.set_num_threads = _keep_one_thread
     return library
 
