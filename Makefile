@@ -9,7 +9,7 @@ NATIVE := src/lockstep/comm/shm/native
 # Otherwise every process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test suite check lint style types unit changed bench-ddp bench-comm bench-hosts bench-bits bench-checkpoints bench-elastic torture sanitize bench-recorder bench-streams bench-trainer pages docs browser matrix clean
+.PHONY: train test suite check lint style types unit changed bench-ddp bench-comm bench-hosts bench-bits bench-checkpoints bench-elastic torture sanitize bench-recorder bench-streams bench-sharded bench-trainer pages docs browser matrix clean
 
 train: $(STAMP)
 	$(VENV)/bin/lockstep train $(CONFIG)
@@ -54,6 +54,9 @@ bench-bits: $(STAMP)
 
 bench-elastic: $(STAMP)
 	$(VENV)/bin/python benchmarks/elastic.py
+
+bench-sharded: $(STAMP)
+	$(VENV)/bin/python benchmarks/sharded.py
 
 bench-trainer: $(STAMP)
 	$(VENV)/bin/python benchmarks/trainer.py

@@ -178,13 +178,14 @@ def check_equal(found: Outcome, whole: Outcome) -> None:
         assert all(torch.equal(other.optimizer[name], tensor) for name, tensor in mine.optimizer.items())
 
 
+@pytest.mark.parametrize("shared", ["false", "true"])
 def test_one_rank_0_after_the_other_is_killed_at_its_own_work(
-    whole: Outcome, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    whole: Outcome, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, shared: str
 ) -> None:
     # Ranks are those of the moment. One dies before the run has begun, so all begin again without it. The first rank 0
     # dies when the checkpoint of the first epoch has no name yet, the next one in the very last call of the run, when
     # half of a row is written.
-    lost = train(tmp_path, 4, "3 build 1,0 fsync 1,0 finish 1", "audit=true")
+    lost = train(tmp_path, 4, "3 build 1,0 fsync 1,0 finish 1", "audit=true", f"shard_optimizer={shared}")
     assert "before the training began. It starts again with 3 workers" in lost.stderr
     check_equal(lost, whole)
     names = {path.name for path in lost.folder.iterdir()}
@@ -241,7 +242,8 @@ def test_workers_join_and_leave_a_run(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PACE", "1")
     thread.start()
     try:
-        found = train(tmp_path, 2, "", "respawn=true", "loader_workers=1", "audit=true", *overrides)
+        switches = ("respawn=true", "loader_workers=1", "audit=true", "shard_optimizer=true")
+        found = train(tmp_path, 2, "", *switches, *overrides)
     finally:
         (tmp_path / "enough").touch()
         thread.join()
