@@ -24,7 +24,7 @@ from lockstep.devices.inventory import (
     count_cores,
     measure_memory,
 )
-from lockstep.devices.nvml import NoGpusError, ask_driver, is_driver_installed, read_gpus
+from lockstep.devices.nvml import NoGpusError, ask_driver, is_driver_installed, read_cuda_version, read_gpus
 from lockstep.devices.request import DeviceRequest, Request
 from lockstep.errors import DeviceError, counted
 from lockstep.settings import VISIBLE_VARIABLES, VisibleDevices, read_settings
@@ -60,6 +60,9 @@ def take_inventory() -> Inventory:
         gpus = assign_own(gpus, measure_own_memory(), os.getpid())
         problem = torch_problem if gpus else "the NVIDIA driver sees no GPU"
         gpus = _mark_visible(gpus, visible)
+        if gpus and not problem:
+            problem = _find_old_driver()
+            is_faulty = bool(problem)
     except NoGpusError as error:
         gpus = () if torch_problem or not _can_have_driver() else _read_by_torch(visible.devices)
         problem = "" if gpus else str(error)
@@ -105,6 +108,22 @@ def _find_torch_problem() -> str:
     if build.get("cuda", "") is None and build.get("hip", "") is None:
         return f"this torch ({build['__version__']}) is built without CUDA"
     return ""
+
+
+def _find_old_driver() -> str:
+    """Return in words that the driver knows only an older CUDA than the one for which torch was built; else empty.
+
+    A driver runs what was built for any minor version of the CUDA that it knows, and for older ones.
+    """
+    built, known = _torch_build().get("cuda"), read_cuda_version(pynvml)
+    if not built or known is None or known[0] >= int(built.split(".")[0]):
+        return ""
+    version = _torch_build()["__version__"].partition("+")[0]
+    return (
+        f"the NVIDIA driver runs CUDA up to {known[0]}.{known[1]}, and this torch was built for CUDA {built}: update "
+        f"the driver, or install torch for it: pip install torch=={version} --index-url "
+        f"https://download.pytorch.org/whl/cu{known[0]}{known[1]} (or the newest below that)"
+    )
 
 
 def _can_have_driver() -> bool:

@@ -55,6 +55,19 @@ def read_gpus(nvml: ModuleType) -> tuple[tuple[Gpu, ...], str | None]:
     return tuple(gpus), driver
 
 
+def read_cuda_version(nvml: ModuleType) -> tuple[int, int] | None:
+    """Return the newest CUDA that the driver runs, as (major, minor); None if it does not say."""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    try:
+        number = _ask(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2)
+    finally:
+        nvml.nvmlShutdown()
+    return None if number is None else (number // 1000, number % 1000 // 10)
+
+
 def _explain(nvml: ModuleType, error: Any) -> NoGpusError:
     absent = {
         nvml.NVML_ERROR_LIBRARY_NOT_FOUND: "no NVIDIA driver is installed here",

@@ -113,6 +113,9 @@ class FakeNvml:
     def nvmlSystemGetDriverVersion(self) -> str:
         return "560.35"
 
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 12060
+
     def nvmlDeviceGetCount(self) -> int:
         return len(self.cards)
 

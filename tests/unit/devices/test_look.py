@@ -18,6 +18,7 @@ from lockstep.devices import Inventory, inventory, look, take_inventory
 from lockstep.devices.choose import choose_devices, find_occupants
 from lockstep.devices.inventory import count_cores, look_up_holder, measure_memory
 from lockstep.devices.look import find_by_bytes, find_visible, measure_own_memory, needs_driver
+from lockstep.errors import DeviceError
 from lockstep.settings import Settings, VisibleDevices
 
 NO_PERMISSION = refusal(pynvml.NVML_ERROR_NO_PERMISSION)
@@ -169,6 +170,17 @@ def test_a_driver_without_cards_and_a_torch_without_cuda_are_problems() -> None:
     assert look_at().problem == "the NVIDIA driver sees no GPU"
     inventory = look_at(Card(), torch_problem="this torch is built without CUDA")
     assert (len(inventory.gpus), inventory.problem) == (1, "this torch is built without CUDA")
+
+
+@pytest.mark.parametrize(("built", "is_too_old"), [("11.8", False), ("12.9", False), ("13.0", True), (None, False)])
+def test_a_driver_that_is_too_old_for_torch_is_said_before_workers_start(built: str | None, is_too_old: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(look, "_torch_build", lambda: {"__version__": "2.13.0+cu130", "cuda": built})
+        inventory = look_at(Card())
+    assert inventory.is_faulty == is_too_old
+    for request in ("auto", "0") if is_too_old else ():
+        with pytest.raises(DeviceError, match=r"driver runs CUDA up to 12\.6, .* CUDA 13\.0: .*cu126.*LS90[24]"):
+            choose_devices(request, inventory=inventory)
 
 
 @pytest.mark.parametrize(("variable", "names"), [(None, ["0", "1"]), ("3, 5", ["3", "5"])])
