@@ -150,3 +150,4 @@ def test_a_call_that_does_not_end_on_the_device_is_logged_once(tmp_path: Path) -
     assert "all_reduce at " in message
     assert "test_device_watch.py:" in message
     assert "has not ended on the device after 0.2 s" in message
+    assert "NCCL_P2P_DISABLE=1" in message

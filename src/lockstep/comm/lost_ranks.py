@@ -141,8 +141,10 @@ class DeviceWatch:
             return
         self._last = work, call, math.inf  # once
         _LOGGER.warning(
-            "%s has not ended on the device after %g s. Look for a branch or a loop that differs between ranks. "
-            "(LOCKSTEP_STALL_SECONDS sets after how many seconds this is logged.) (LS215)",
+            "%s has not ended on the device after %g s. If it is one of the first calls: cards that cannot read each "
+            "other's memory (an IOMMU, ACS) hang so; set NCCL_P2P_DISABLE=1, and see `lockstep devices --test`. Else "
+            "look for a branch or a loop that differs between ranks. (LOCKSTEP_STALL_SECONDS sets after how many "
+            "seconds this is logged.) (LS215)",
             call,
             self._stall_seconds,
         )
