@@ -165,9 +165,10 @@ def test_a_new_worker_gets_its_part(whole: dict[str, Outcome]) -> None:
     assert {each["adamw"][:2] for each in found} == {whole["adamw"][:2]}
 
 
-def test_a_part_that_nobody_else_holds_is_said_to_be_lost() -> None:
+def test_a_part_that_nobody_else_holds_is_said_to_be_lost(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ls.WorkerFailedError, match="No worker is left that holds a part of the optimizer's state"):
         ls.launch(train, ["adamw"], deaths=(Death(1, 3, "update"),), neighbours=0, workers=3)
+    assert "so a lost worker ends the run" in capfd.readouterr().err  # before it has begun
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,11 @@ class PresentEngine:
         self._trained = _trained_parameters(state.model)
         if arguments.shard_optimizer:  # where a lost worker is an error, nobody needs its pieces
             neighbours = 0 if generations is None else int(arguments.neighbours)
+            if generations is not None and not neighbours and world.rank == 0:
+                _LOGGER.warning(
+                    "neighbours is 0: each part of the optimizer's state is on one worker alone, so a lost worker ends "
+                    "the run, which is resumed from its newest checkpoint. (LS602)"
+                )
             state.sharing.begin(separate_optimizers(state.optimizer), world, neighbours)
         self.member = None if generations is None else _member_of(generations)
         self.engine = self._make_engine(world, descriptions)

@@ -358,8 +358,12 @@ class Trainer:
         Raises:
             UnusableStateError: An update has failed in the middle, and no checkpoint was loaded since.
         """
-        with self._state.sharing.collected(self.world, range(self.world.world_size)):
-            return self._state.to_dict()
+
+        def read(world: World) -> dict[str, Any]:
+            with self._state.sharing.collected(world, range(world.world_size)):
+                return self._state.to_dict()
+
+        return self.internals.repeatable(read) if self._state.sharing else read(self.world)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned (local: every worker calls, with the same state).
