@@ -25,9 +25,9 @@ import lockstep as ls
 
 SIDES = ("whole", "shared", "shared twice", "torch", "torch's ZeRO")
 STEPS = 3
-KINDS: dict[str, Callable[[Any], optim.Optimizer]] = {
-    "SGD": lambda parameters: optim.SGD(parameters, lr=1e-3, momentum=0.9),
-    "AdamW": lambda parameters: optim.AdamW(parameters, lr=1e-4),
+KINDS: dict[str, tuple[Any, dict[str, float]]] = {
+    "SGD": (optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
+    "AdamW": (optim.AdamW, {"lr": 1e-4}),
 }
 
 
@@ -40,14 +40,14 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 def make_side(side: str, name: str, kind: str, workers: int) -> tuple[Callable[[], None], Callable[[], int]]:
     """Return what takes a step, and what says how many bytes of state this worker holds."""
     torch.manual_seed(0)
+    made, arguments = KINDS[kind]
     model, batch = MODELS[name].build(), MODELS[name].make_batch()
     if side.startswith("torch"):
         wrapped = nn.parallel.DistributedDataParallel(model)
-        made = KINDS[kind]([nn.Parameter(torch.zeros(1))])
         optimizer: Any = (
-            KINDS[kind](wrapped.parameters())
+            made(wrapped.parameters(), **arguments)
             if side == "torch"
-            else ZeroRedundancyOptimizer(wrapped.parameters(), type(made), **made.defaults)
+            else ZeroRedundancyOptimizer(wrapped.parameters(), made, **arguments)
         )
 
         def step() -> None:
@@ -58,7 +58,7 @@ def make_side(side: str, name: str, kind: str, workers: int) -> tuple[Callable[[
         inner = getattr(optimizer, "optim", optimizer)
         return step, lambda: _num_bytes(inner.state)
     data = TensorDataset(*(each.repeat(workers * STEPS, *[1] * (each.dim() - 1)) for each in batch))
-    optimizer = KINDS[kind](model.parameters())
+    optimizer = made(model.parameters(), **arguments)
     trainer = ls.Trainer(
         model,
         optimizer,
