@@ -25,7 +25,7 @@ import lockstep as ls
 
 SIDES = ("whole", "shared", "shared twice", "torch", "torch's ZeRO")
 STEPS = 3
-KINDS: dict[str, tuple[Any, dict[str, float]]] = {
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
     "AdamW": (optim.AdamW, {"lr": 1e-4}),
 }
