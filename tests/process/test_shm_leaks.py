@@ -27,7 +27,7 @@ from tests.process.ranks import CPU, PATIENCE, Rank, Ranks, names_in
 
 from lockstep.comm.hosts import GroupHosts, host_identity
 from lockstep.comm.lost_ranks import own_process
-from lockstep.comm.shm import file_layout, rendezvous
+from lockstep.comm.shm import file_layout, native, rendezvous
 from lockstep.comm.shm.memory import Memory, create_file
 from lockstep.comm.stored_values import Deadline
 from lockstep.errors import GroupError
@@ -255,6 +255,7 @@ def wait_for_rank_1(rank: Rank) -> None:
 
 def kill_all(rank: Rank) -> str | list[Traces]:
     """Kill two ranks in a stream of calls, and one that waits for another; return what is there before and after."""
+    native.load()  # the library may lie in the folder that is hidden now
     try:
         live_alone()
     except OSError as error:
