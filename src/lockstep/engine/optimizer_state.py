@@ -278,6 +278,7 @@ class OptimizerPart(StatePart):
             "optimizer": str(class_name(self._optimizer)),
             **describe_options(self._optimizer),
             "the optimizer's list of parameters": number,  # all names would be too much to read
+            **self._sharing.describe(),
         }
 
     def _names(self) -> list[list[str]]:

@@ -41,8 +41,9 @@ class OptimizerSharing:
     def num_bytes(self) -> int:
         return sum(each.num_bytes for each in self._parts.values())
 
-    def parts_of(self, optimizer: Optimizer) -> OptimizerParts | None:
-        return self._parts.get(optimizer)
+    def describe(self) -> dict[str, str]:
+        """Return what must be the same on all workers."""
+        return {f"what workers share of optimizer {n}": each.describe() for n, each in enumerate(self._parts.values())}
 
     @contextmanager
     def update(self, chosen: Sequence[Optimizer], world: World) -> Iterator[None]:

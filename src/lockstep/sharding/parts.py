@@ -70,6 +70,10 @@ class OptimizerParts:
         values = chain.from_iterable(state.values() for state in self._states.values())
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
+    def describe(self) -> str:
+        """Return how the optimizer is shared, which depends on the number of threads too (local)."""
+        return f"pieces, each held {self._neighbours + 1} times" if self._is_cut else "whole parameters"
+
     # -- An update -----------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -350,8 +354,7 @@ def _call(parts: OptimizerParts | None, method: Callable[..., None], *args: Any)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    found = {id(each): each for group in optimizer.param_groups for each in group["params"]}
-    return [each for each in found.values() if each.numel()]
+    return list({id(each): each for group in optimizer.param_groups for each in group["params"]}.values())
 
 
 def _as_it_lies(tensor: Tensor) -> Tensor:

@@ -61,6 +61,8 @@ def _find_problem(optimizer: Optimizer) -> str:
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         if not torch.ops.aten.is_non_overlapping_and_dense(parameter.detach()):
             return f"a parameter of shape {tuple(parameter.shape)} has gaps in memory. Make it contiguous()."
+        if not parameter.numel():
+            return f"a parameter of shape {tuple(parameter.shape)} has no elements. Leave it out of the optimizer."
     return ""
 
 

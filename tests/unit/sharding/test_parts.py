@@ -13,7 +13,7 @@ from lockstep.comm import World
 from lockstep.errors import CheckpointError
 from lockstep.sharding.parts import OptimizerParts
 
-SIZES = ((700, 3), (5,), (1000,), ())
+SIZES = ((700, 3), (5,), (1000,), (), (400, 300))
 
 
 class Run:

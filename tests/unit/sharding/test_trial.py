@@ -96,6 +96,12 @@ def test_what_needs_all_parameters_is_refused(kind: Any, why: str) -> None:
         can_be_cut(kind(parameters()))
 
 
+def test_a_parameter_that_cannot_be_cut_is_named() -> None:
+    for parameter, why in ((torch.zeros(0, 4), "no elements"), (torch.zeros(6, 4)[:, ::2], "gaps in memory")):
+        with pytest.raises(ValueError, match=rf"{why}.*LS535"):
+            can_be_cut(optim.SGD([nn.Parameter(parameter)], lr=0.1))
+
+
 def test_a_trial_leaves_no_trace() -> None:
     optimizer = optim.AdamW(parameters(), lr=0.1)
     scheduler = optim.lr_scheduler.StepLR(optimizer, 1)  # which has put a `step` into the optimizer
