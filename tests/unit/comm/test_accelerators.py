@@ -1,5 +1,6 @@
 """Which backends carry the tensors of accelerators, and which of their calls are compared."""
 
+import logging
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -149,6 +150,7 @@ def test_calls_are_compared_where_it_is_cheap_and_else_a_line_says_so(
     is_logged: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "lockstep")
     assert process_group._decide_check(check, backend, 0, hosts) is is_checked
     assert ["set LOCKSTEP_CHECK=1" in record.message for record in caplog.records] == [True] * is_logged
     caplog.clear()

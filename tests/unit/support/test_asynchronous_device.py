@@ -81,7 +81,7 @@ def test_a_copy_to_the_host_is_there_after_an_event() -> None:
     with asynchronous_device() as device:
         copy = torch.ones(2, device=device.name).to("cpu", non_blocking=True)
         event: Any = torch.Event(device.name)
-        event.record()
+        event.record(current_stream())
         assert not event.query()
         for read in (copy[0].item, copy.tolist, copy.numpy, lambda: copy + 1):
             with pytest.raises(StreamError, match="on the host: what stream 1 writes may not be there yet"):
@@ -137,14 +137,14 @@ def test_an_event_that_lies_far_behind_may_be_waited_for() -> None:
     with asynchronous_device() as device:
         tensor = torch.ones(2, device=device.name)
         event: Any = torch.Event(device.name)
-        event.record()
+        event.record(current_stream())
         with device.no_blocking_reads():
             with pytest.raises(BlockingReadError):
                 event.synchronize()
             for _ in range(10):
                 tensor.add_(1)
             event.synchronize()
-            event.record()
+            event.record(current_stream())
             with pytest.raises(BlockingReadError):
                 event.synchronize()
 
